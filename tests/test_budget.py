@@ -43,6 +43,18 @@ def test_files_in_a_room() -> None:
     assert not crowded, f"these folders have more than {FILES_IN_A_ROOM} files; make rooms in them."
 
 
+# What says how the kernels of all operations are chosen; two files report the choice, the rest asks the operation.
+CHOICE = re.compile(r"\b(?:uses_kernels|kernel_device|active_implementation)\b")
+REPORTS = {PACKAGE / "cli" / "doctor.py", PACKAGE / "engine" / "run" / "programs.py"}
+
+
+def test_kernels_are_chosen_by_their_operation() -> None:
+    sources = {path: path.read_text() for path in PACKAGE.rglob("*.py") if PACKAGE / "pallas" not in path.parents}
+    by_hand = {path for path, source in sources.items() if CHOICE.search(source)}
+    assert by_hand <= REPORTS, "ask `kernel_for` or `has_kernel` of an `Op` (smcjax/pallas/dispatch.py)."
+    assert CHOICE.search("from smcjax.pallas.dispatch import uses_kernels"), "negative control"
+
+
 # What a room of the engine may import of the others.
 BELOW = {
     "requests": set[str](),

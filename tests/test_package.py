@@ -28,10 +28,10 @@ def test_the_functional_layer_needs_no_import_of_its_own() -> None:
     code = (
         "import sys, smcjax; assert 'jax' not in sys.modules\n"
         "print(smcjax.smc.resample.__name__, smcjax.model.forward.__name__, smcjax.kv.PagePool.__name__)\n"
-        "print(smcjax.pallas.uses_kernels.__name__)"
+        "print(smcjax.pallas.implementations.__name__)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.split() == ["resample", "forward", "PagePool", "uses_kernels"]
+    assert result.stdout.split() == ["resample", "forward", "PagePool", "implementations"]
 
 
 def test_type_checkers_read_the_annotations() -> None:

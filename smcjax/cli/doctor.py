@@ -111,12 +111,10 @@ def _installed(distribution: str) -> bool:
 
 
 def _kernels() -> Finding:
-    from smcjax.pallas import uses_kernels
+    from smcjax.pallas import active_implementation
 
-    return Finding(
-        "kernels",
-        "Pallas" if uses_kernels() else "none, plain XLA: the kernels need a Hopper GPU with 132 multiprocessors",
-    )
+    lacking = "none, plain XLA: the kernels need a Hopper GPU with 132 multiprocessors"
+    return Finding("kernels", "Pallas" if active_implementation() == "mosaic" else lacking)
 
 
 def _donation() -> Finding:

@@ -15,7 +15,6 @@ from smcjax.model.view import BatchView
 from smcjax.pallas import Peers, Sharing, find_tasks
 from smcjax.pallas.collectives.peer_memory import MAX_TILES
 from smcjax.pallas.decode_step import op as decode_step
-from smcjax.pallas.dispatch import uses_kernels
 from smcjax.pallas.mosaic.tiles import FEATURES
 from smcjax.pallas.mosaic.wgmma import QUERIES
 
@@ -93,7 +92,7 @@ def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, colum
     """
     leaves = [getattr(layer, name) for layer in params.layers for name in MATRICES] + [params.unembed]
     stored = {jnp.dtype(matrix(leaf).values.dtype).name for leaf in leaves}
-    if not (accepts(config, params) and stored in ({"bfloat16"}, {"int8"}) and uses_kernels()):
+    if not (accepts(config, params) and stored in ({"bfloat16"}, {"int8"})):
         return None
     total, rows = view.block_table.shape[0], view.rows
     queries = rows * columns * (config.num_heads // config.num_kv_heads)
@@ -108,7 +107,7 @@ def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, colum
         prefetches=prefetches(table),
         int8=stored == {"int8"},
     )
-    return shape if decode_step.supports(shape, params.embed.dtype) else None
+    return shape if decode_step.takes(shape, params.embed.dtype) else None
 
 
 def plan_fused_steps(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 from jaxtyping import Array, Int, Key, UInt
 
 from smcjax.decoding.distribution import (
@@ -30,8 +31,7 @@ from smcjax.model.params import Params
 from smcjax.model.view import BatchView
 from smcjax.numerics import words_of
 from smcjax.pallas.decode_step import op as decode_step
-from smcjax.pallas.dispatch import uses_kernels
-from smcjax.pallas.head.sampled_head import supports as supports_sampled_head
+from smcjax.pallas.head.sampled_head import sampled_head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +67,9 @@ def plan_steps(
 ) -> Plan:
     """Plans steps of 1 to `columns` tokens a row over the tables of `view`, whose own tokens are not read."""
     attention = plan_attention(config, params, view, columns=columns)
-    by_kernel = uses_kernels() and not is_packed(params.unembed)
-    by_kernel &= distribution.follows_logits and not keep_logits
-    by_kernel &= supports_sampled_head(
-        rows=view.block_table.shape[0], hidden=config.hidden_size, vocab=config.vocab_size, dtype=params.embed.dtype
-    )
+    hidden = jax.ShapeDtypeStruct((view.block_table.shape[0], config.hidden_size), params.embed.dtype)
+    by_kernel = distribution.follows_logits and not keep_logits and not is_packed(params.unembed)
+    by_kernel = by_kernel and sampled_head.kernel_for(hidden, params.unembed) is not None
     shapes = [fused_step_shape(config, params, view, width) for width in range(1, columns + 1)]
     fitting = [shape for shape in shapes if shape is not None]
     fused = None

@@ -37,9 +37,7 @@ from smcjax.pallas import (
     few_row_swiglu,
     implementations,
     rms_norm,
-    supports_norm,
     swiglu,
-    uses_kernels,
 )
 
 # (layer index, its product) -> attention output [R, T, H, D]
@@ -207,8 +205,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}
 
 def _leaves_pending(x: Float[Array, "R T E"]) -> bool:
     """True where norms without weights are left to the readers of products: where our kernels do that."""
-    rows, width = x.size // x.shape[-1], x.shape[-1]
-    return uses_kernels() and supports_norm(rows=rows, width=width, dtype=x.dtype)
+    return add_rms_norm.kernel_for(x, x, None, 0.0) is not None
 
 
 def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*shape V"]:

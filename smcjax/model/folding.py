@@ -19,12 +19,12 @@ from jaxtyping import Array, Float
 from smcjax.matmul import is_packed
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import FOLDED, Folded, LayerParams, Params, param_shapes
-from smcjax.pallas.dispatch import uses_kernels
+from smcjax.pallas import add_rms_norm
 
 
 def fold_for_kernels(params: Params, config: ModelConfig) -> Params:
     """Folds the norms of bfloat16 weights, consuming them, where kernels come into question; returns others as is."""
-    wanted = uses_kernels() and params.embed.dtype == jnp.bfloat16
+    wanted = add_rms_norm.has_kernel() and params.embed.dtype == jnp.bfloat16
     return fold_norms(params, config, consume=True) if wanted else params
 
 

@@ -20,9 +20,9 @@ from smcjax.pallas.cache.rotate_and_write import (
     split_and_rotate,
     split_heads,
 )
-from smcjax.pallas.collectives.peer_memory import MAX_DEVICES, Peers, Workspaces, reach_each_other
-from smcjax.pallas.dispatch import implementations, uses_kernels
-from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm, rms_norm, supports_norm
+from smcjax.pallas.collectives.peer_memory import Peers, Workspaces, reach_each_other, supports_peers
+from smcjax.pallas.dispatch import active_implementation, implementations
+from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm, rms_norm
 from smcjax.pallas.layer.skinny_gemm import few_row_product, few_row_swiglu
 from smcjax.pallas.layer.swiglu import swiglu
 from smcjax.pallas.sparse.gated_merge import gated_merge_mosaic
@@ -31,13 +31,13 @@ from smcjax.pallas.sparse.grouped_attention_sm90 import grouped_attention_mosaic
 from smcjax.pallas.sparse.grouped_tasks_kernel import tasks_of_blocks_mosaic
 
 __all__ = [
-    "MAX_DEVICES",
     "Copies",
     "HeadNorms",
     "Peers",
     "PendingNorm",
     "Sharing",
     "Workspaces",
+    "active_implementation",
     "add_rms_norm",
     "attends_by_kernels",
     "attention",
@@ -62,8 +62,7 @@ __all__ = [
     "split_and_rotate",
     "split_heads",
     "supports",
-    "supports_norm",
+    "supports_peers",
     "swiglu",
     "tasks_of_blocks_mosaic",
-    "uses_kernels",
 ]

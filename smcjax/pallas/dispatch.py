@@ -49,10 +49,14 @@ def is_hopper(device: Device) -> bool:
     return device.arch == HOPPER.arch and device.multiprocessors >= HOPPER.multiprocessors
 
 
-def uses_kernels() -> bool:
-    """True where the Hopper kernels come into question now."""
+def active_implementation() -> str:
+    """Names what operations take now: "mosaic" where the Hopper kernels come into question, else "xla".
+
+    This is for what depends on no single operation, such as a report or a compiler's option. Whether a kernel takes
+    some arguments is asked of the operation.
+    """
     device = kernel_device()
-    return device is not None and is_hopper(device)
+    return "mosaic" if device is not None and is_hopper(device) else "xla"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,11 @@ class Op[**P, R]:
             return None
         fitting = (kernel for kernel in self._kernels if kernel.runs_on(device) and kernel.supports(*args, **kwargs))
         return next(fitting, None)
+
+    def has_kernel(self) -> bool:
+        """True where a kernel of this operation comes into question now, for some arguments."""
+        device = kernel_device()
+        return device is not None and any(kernel.runs_on(device) for kernel in self._kernels)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Computes the operation by `kernel_for`'s kernel, or by the reference."""

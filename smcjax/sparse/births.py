@@ -4,7 +4,7 @@
 
 φ reads keys and values as pages hold them, new ones among them, and un-rotates keys that are stored rotated. A
 compressed key is rotated by its first position. A forward over pages bears few tokens, one of sixteen positions by
-default: kernels make and write up to 16 of them where `supports_births` says so.
+default, which `smcjax.pallas.sparse.compress` makes and writes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.kv import TRASH, LayerCache, page_of
 from smcjax.model.attention import Projection
 from smcjax.model.view import BatchView
-from smcjax.pallas import rotate, uses_kernels
-from smcjax.pallas.sparse.compress import Births, bear, supports_births
-from smcjax.sparse.compression import compress
+from smcjax.pallas.sparse.compress import Births, bear, compressed
 
 COMPRESSED = ("compressed_keys", "compressed_values")
 
@@ -66,34 +64,26 @@ class Bearing:
 
         of_covered, pages, slots = pages_of(covered), pages_of(home), home % size // self.kernel_stride
         stored = cache[self.source("keys")], cache[self.source("values")]
-        compressed = cache[COMPRESSED[0]], cache[COMPRESSED[1]]
+        pools = cache[COMPRESSED[0]], cache[COMPRESSED[1]]
         weights = {name: of for name, of in projection.weights.items() if name.startswith(("position_", "phi_"))}
-        if uses_kernels() and supports_births(self.phi, starts.size, weights=weights, pools=(*stored, *compressed)):
-            births = Births(
-                covered=(of_covered * size + covered % size).reshape(-1, self.kernel_size),
-                home=(pages * compressed[0].shape[1] + slots).reshape(-1),
-                is_born=born.reshape(-1),
-                turned=_flat(projection.angles(self._positions(starts))) if self._unrotates else None,
-                begins=_flat(projection.angles(starts)),
-            )
-            made = bear(self.phi, weights, stored, compressed, births)
-            return {**cache, **dict(zip(COMPRESSED, made, strict=True))}
-        raw = {name: cache[self.source(name)][of_covered, covered % size] for name in ("keys", "values")}
-        pages = jnp.where(born, pages, TRASH)
-        new = zip(COMPRESSED, self.compressed(projection, raw, starts), strict=True)
-        return {**cache, **{name: cache[name].at[pages, slots].set(x.astype(cache[name].dtype)) for name, x in new}}
+        births = Births(
+            covered=(of_covered * size + covered % size).reshape(-1, self.kernel_size),
+            home=(pages * pools[0].shape[1] + slots).reshape(-1),
+            is_born=born.reshape(-1),
+            turned=_flat(projection.angles(self._positions(starts))) if self._unrotates else None,
+            begins=_flat(projection.angles(starts)),
+        )
+        made = bear(self.phi, weights, stored, pools, births)
+        return {**cache, **dict(zip(COMPRESSED, made, strict=True))}
 
     def compressed(
         self, projection: Projection, raw: dict[str, Float[Array, "R N l Hkv D"]], starts: Int[Array, "_ N"]
     ) -> tuple[Float[Array, "R N Hkv D"], Float[Array, "R N Hkv D"]]:
         """Compressed keys and values, f32, of stored ones that begin at positions `starts`."""
         assert projection.weights is not None
-        keys, values = (raw[name].astype(jnp.float32) for name in ("keys", "values"))
-        if self._unrotates:
-            keys = self._unrotated(projection, keys, starts)
-        keys = compress(self.phi, projection.weights, "k", keys)
-        keys = rotate(keys, *_over(projection.angles(starts), keys.shape[0]))
-        return keys, compress(self.phi, projection.weights, "v", values)
+        turned = projection.angles(self._positions(starts)) if self._unrotates else None
+        stored = raw["keys"], raw["values"]
+        return compressed(self.phi, projection.weights, *stored, turned, projection.angles(starts))
 
     @property
     def _unrotates(self) -> bool:
@@ -103,20 +93,6 @@ class Bearing:
     def _positions(self, starts: Int[Array, "_ N"]) -> Int[Array, "_ N·l"]:
         """The positions that compressed tokens stand for, one token after the other."""
         return (starts[..., None] + jnp.arange(self.kernel_size)).reshape(starts.shape[0], -1)
-
-    def _unrotated(
-        self, projection: Projection, keys: Float[Array, "R N l Hkv D"], starts: Int[Array, "_ N"]
-    ) -> Float[Array, "R N l Hkv D"]:
-        """Stored keys as they were before they were rotated."""
-        rows, number, size, *head = keys.shape
-        cos, sin = _over(projection.angles(self._positions(starts)), rows)
-        return rotate(keys.reshape(rows, -1, *head), cos, -sin).reshape(rows, number, size, *head)
-
-
-def _over(angles: tuple[jax.Array, jax.Array], rows: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of one row for all."""
-    cos, sin = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in angles)
-    return cos, sin
 
 
 def _flat(angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

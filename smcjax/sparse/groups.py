@@ -27,7 +27,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from smcjax.model.attention import HeadShape
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.attention.reference import divisor_of
-from smcjax.pallas.dispatch import uses_kernels
 from smcjax.pallas.sparse.block_ranking import Kept, Ranking, ranked_blocks, supports_ranking
 from smcjax.pallas.sparse.grouped_attention import (
     Branch,
@@ -186,7 +185,7 @@ def keeps_scores(
     kind: Blocks, *, size: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any
 ) -> bool:
     """True where a kernel attends to compressed tokens in pages for groups of `size` and keeps their scores."""
-    if not (uses_kernels() and takes_compressed(kind, page_size)):
+    if not (grouped_scores.has_kernel() and takes_compressed(kind, page_size)):
         return False
     per_page = page_size // kind.kernel_stride
     return supports(

@@ -37,11 +37,11 @@ from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_soft
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import copy_pages
 from smcjax.pallas.attention.reference import sees
+from smcjax.pallas.sparse.compress import compression_shapes
 from smcjax.pallas.sparse.gates import Products
 from smcjax.pallas.sparse.grouped_attention import Part
 from smcjax.plain import short
 from smcjax.sparse.births import COMPRESSED, Bearing
-from smcjax.sparse.compression import compression_shapes
 from smcjax.sparse.groups import (
     Chosen,
     nodes_by_groups,

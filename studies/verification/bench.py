@@ -39,7 +39,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch runs be
 import jax
 
 from smcjax.device import HOPPER, this_device
-from smcjax.pallas import uses_kernels
+from smcjax.pallas import active_implementation
 from studies.verification import verify_pack as vp
 from studies.verification.cases import (
     METHODS,
@@ -89,8 +89,8 @@ class Run:
         self.notes: list[str] = []
         self.bad: set[tuple[str, Case]] = set()
         largest = max(case.rows * case.gamma * case.dim for case in self.cases)
-        self.pool = make_pool(max(largest, 128 << 20 if uses_kernels() else 1 << 16))
-        self.flush = Flush(FLUSH_BYTES // 4 if uses_kernels() else 1024)
+        self.pool = make_pool(max(largest, 128 << 20 if active_implementation() == "mosaic" else 1 << 16))
+        self.flush = Flush(FLUSH_BYTES // 4 if active_implementation() == "mosaic" else 1024)
         for case in self.cases:
             self.records[case] = {**case.point, "times": {method: {} for method in case.methods}}
 
@@ -199,7 +199,7 @@ class Run:
                 self.guarded("checking", case, method, functools.partial(check, method, METHODS[method], batches))
 
         self.each("results", self.args.budget - 40, checked)
-        if not uses_kernels():
+        if active_implementation() == "xla":
             return
 
         def window(name: str, call: Call, inputs: Sequence[Any], batches: Batches) -> None:
@@ -247,7 +247,7 @@ class Run:
 
     def elsewhere(self) -> None:
         """Host-visible times, and those in a program."""
-        calls = CALLS if uses_kernels() else 4
+        calls = CALLS if active_implementation() == "mosaic" else 4
 
         def host(case: Case, batches: Batches) -> None:
             flush = self.flush if batches.small else None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from smcjax.pallas import uses_kernels
+from smcjax.pallas import active_implementation
 from studies.verification import acceptance
 from studies.verification import verify_pack as vp
 from studies.verification.naive_scan import naive_scan
@@ -110,7 +110,7 @@ def fitted(case: Case) -> Case:
     """Without methods that do not run here or are not worth compiling."""
     too_many = case.rows * case.gamma > MAX_SINGLE_LAUNCH
     keep = [m for m in case.methods if not (too_many and m == "verify: one launch")]
-    if not uses_kernels():
+    if active_implementation() == "xla":
         keep = [m for m in keep if m in ON_CPU]
     return dataclasses.replace(case, methods=tuple(keep))
 

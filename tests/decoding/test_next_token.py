@@ -12,7 +12,7 @@ import pytest
 
 from smcjax import SMC, autoregressive, smc
 from smcjax.decoders import Autoregressive
-from smcjax.decoding import distribution, fused_step
+from smcjax.decoding import fused_step
 from smcjax.decoding.constraints import RowConstraint
 from smcjax.decoding.distribution import SamplingDistribution, pack_bits, sample, sample_in_head
 from smcjax.decoding.groups import PairParams
@@ -23,7 +23,6 @@ from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import LayerParams, param_shapes
 from smcjax.pallas.decode_step import op as decode_step
-from smcjax.pallas.head.sampled_head import sampled_head_reference
 from smcjax.structured.automaton import Automaton
 from tests.helpers import published
 
@@ -180,9 +179,8 @@ def test_scores_leave_the_fused_step_as_it_is() -> None:
     assert "chlo.top_k" not in lowered(autoregressive, program, PairParams(PARAMS), 1)
 
 
-def test_the_heads_kernel_is_asked_for_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heads_kernel_is_asked_for_the_same_law() -> None:
     """Its reference in its place: stops within the minimum, greedy rows, temperatures, keys as `sample` has them."""
-    monkeypatch.setattr(distribution, "sampled_head", sampled_head_reference)
     rows, vocab, hidden = 64, 64, 32
     keys = jax.random.split(jax.random.key(3), 5)
     x, weight = (jax.random.normal(key, (64, hidden), jnp.bfloat16) for key in keys[:2])

@@ -403,7 +403,7 @@ def test_devices_get_programs_of_several_threads_in_one_order(pressed: LLM) -> N
 
 
 def test_a_benchmark_says_how_devices_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread_module, "uses_kernels", lambda: True)
+    monkeypatch.setattr(spread_module, "supports_peers", lambda size: True)
     monkeypatch.setattr(spread_module, "reach_each_other", lambda devices: len(devices) == 2)
     spread_module._reach_each_other.cache_clear()
     two = Models("tiny-target", "tiny-draft", tensor_parallel_size=2)

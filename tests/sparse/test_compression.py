@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from smcjax.sparse.compression import COMPRESSIONS, compress, compression_shapes
+from smcjax.pallas.sparse.compress import COMPRESSIONS, compress, compression_shapes
 
 ROWS, KV_HEADS, DIM, SIZE = 2, 2, 128, 32
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from smcjax.decoders import Decoding
 from smcjax.engine.load.loading import DEFAULT_PAGE_SIZE, Models, check_pages
-from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.dispatch import implementations
+from smcjax.pallas.sparse.grouped_attention import grouped_branches
 from smcjax.sparse.groups import reads_by_kernels
 from smcjax.sparse.verification import KERNEL_GROUP, SparseVerification
 
@@ -45,7 +46,7 @@ def default_page_size(decodings: Iterable[Decoding], models: Models, implementat
     """
     kinds = (decoding.speculation.sparse for decoding in decodings)
     with implementations(implementation):
-        if not uses_kernels() or not any(sparse is not None and sparse.is_grouped for sparse in kinds):
+        if not grouped_branches.has_kernel() or not any(sparse is not None and sparse.is_grouped for sparse in kinds):
             return DEFAULT_PAGE_SIZE
     try:
         for config in (models.target, models.draft):

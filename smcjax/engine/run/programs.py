@@ -21,7 +21,7 @@ import jax
 from smcjax.engine.run.memory import device_memory
 from smcjax.engine.run.settings import own_settings
 from smcjax.matmul import product_dtypes
-from smcjax.pallas import implementations, uses_kernels
+from smcjax.pallas import active_implementation, implementations
 
 logger = logging.getLogger("smcjax")
 
@@ -317,7 +317,7 @@ def step_job(
         job = spread.job(job)
     few = state.sequences.length.shape[0] < 8  # sequences
     with implementations(program.implementation):
-        by_kernels = uses_kernels()
+        by_kernels = active_implementation() == "mosaic"
     return job._replace(cublas=by_kernels and not few and jax.default_backend() == "gpu")
 
 

@@ -27,7 +27,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.eagle import EagleParams
 from smcjax.model.folding import folded_shapes
 from smcjax.model.parallel import AXIS, TensorParallel, fits, held_by_one
-from smcjax.pallas import MAX_DEVICES, Peers, Workspaces, implementations, reach_each_other, uses_kernels
+from smcjax.pallas import Peers, Workspaces, reach_each_other, supports_peers
 from smcjax.pallas.collectives.peer_memory import workspace_bytes
 
 logger = logging.getLogger("smcjax")
@@ -59,9 +59,8 @@ class Spread:
 
         Otherwise all sums and gathers over devices are XLA's.
         """
-        with implementations("auto"):
-            if not self.by_peers or implementation == "xla" or not uses_kernels() or self.parallel.size > MAX_DEVICES:
-                return False
+        if not self.by_peers or implementation == "xla" or not supports_peers(self.parallel.size):
+            return False
         return _reach_each_other(tuple(self.parallel.mesh.devices.flat))
 
     def divides(self, draft: ModelConfig, dtype: Any, implementation: str) -> bool:

@@ -22,7 +22,7 @@ from smcjax.pallas.attention.prefix_shared import supports as shared_attention_s
 from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.attention.shared_tuning import NARROW, chunk_of, tiles_of
 from smcjax.pallas.attention.xla_blockwise import blockwise_paged_attention
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper, uses_kernels
+from smcjax.pallas.dispatch import Kernel, Op, is_hopper
 
 
 def paged_attention_xla(
@@ -68,7 +68,7 @@ def plan_sharing(
     Returns None where the kernel that reads each row by itself does better, or none applies: all from static shapes.
     More queries a row than that kernel takes are planned also where nothing can be shared, as of a prompt's chunk.
     """
-    usual = uses_kernels() and is_usual(window, scale, shape["head_dim"])
+    usual = paged_attention.has_kernel() and is_usual(window, scale, shape["head_dim"])
     usable = usual and shared_attention_supports(rows=rows, **shape)
     slots = block_table.shape[1] * shape["page_size"]
     if not usable or (supports(**shape) and (rows == 1 or slots <= NARROW)):
@@ -89,7 +89,7 @@ def plan_sharing(
 def attends_by_kernels(*, window: int | None = None, scale: float | None = None, first: int = 0, **shape: Any) -> bool:
     """True where rows of such a `shape` (`supports`) are read by a kernel one by one."""
     applies = supports(**shape) or (not first and shared_attention_supports(rows=1, **shape))
-    return uses_kernels() and is_usual(window, scale, shape["head_dim"]) and applies
+    return paged_attention.has_kernel() and is_usual(window, scale, shape["head_dim"]) and applies
 
 
 def is_usual(window: int | None, scale: float | None, head_dim: int) -> bool:

@@ -42,7 +42,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from smcjax.pallas.dispatch import uses_kernels
+from smcjax.pallas.dispatch import active_implementation, implementations
 from smcjax.pallas.mosaic.compat import arith, ir, llvm, mu, plgpu
 from smcjax.pallas.mosaic.threads import WARPGROUP, compiler_params, f32, i32, i64, scalar, scalar_layout, thread
 
@@ -82,7 +82,8 @@ class Peers:
         return self._takes(x, x.shape[-1])
 
     def _takes(self, x: jax.Array, run: int) -> bool:
-        return uses_kernels() and x.dtype.name in DTYPES and run > 0 and run * x.dtype.itemsize % VECTOR == 0
+        is_whole = run > 0 and run * x.dtype.itemsize % VECTOR == 0
+        return active_implementation() == "mosaic" and x.dtype.name in DTYPES and is_whole
 
     def sum(self, x: jax.Array, add_to: jax.Array | None = None) -> jax.Array:
         """The sum of all devices' x, plus `add_to` [like x], which all have. Within `shard_map`."""
@@ -95,6 +96,12 @@ class Peers:
         """All devices' x [..., w] side by side, [..., n·w]. Within `shard_map`."""
         out: jax.Array = _over_peers(self.addresses, x, size=self.size, gathered=True)
         return out
+
+
+def supports_peers(size: int) -> bool:
+    """True for `size` devices that the kernel runs on, where all are like JAX's default device."""
+    with implementations("auto"):
+        return size <= MAX_DEVICES and active_implementation() == "mosaic"
 
 
 def reach_each_other(devices: Sequence[jax.Device]) -> bool:

@@ -16,6 +16,7 @@ from smcjax.pallas.decode_step.conclude import Embedded, conclude, conclude_refe
 from smcjax.pallas.decode_step.kernel import LAYER_STAGES, launch
 from smcjax.pallas.decode_step.operands import Operands
 from smcjax.pallas.decode_step.shape import CHUNK, TILE, Shape, make_shape, supports
+from smcjax.pallas.dispatch import active_implementation
 from smcjax.pallas.mosaic.gumbel_max import DTYPES, Candidates, whole_words
 from smcjax.pallas.mosaic.wgmma import QUERIES
 
@@ -35,6 +36,7 @@ __all__ = [
     "make_shape",
     "make_tables",
     "supports",
+    "takes",
     "with_forbidden",
 ]
 
@@ -164,6 +166,14 @@ def _padded(shape: Shape, x: jax.Array) -> jax.Array:
     """[K, R·T, …] to [K, M, …]."""
     missing = shape.tokens - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
+
+
+def takes(shape: Shape, dtype: Any) -> bool:
+    """True where the kernel computes steps of this shape now, with an embedding of this dtype.
+
+    No reference is here: the layers of a model, one by one, compute what the kernel does not take.
+    """
+    return active_implementation() == "mosaic" and supports(shape, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))

@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from smcjax.device import HOPPER
 from smcjax.noise import gumbels
 from smcjax.numerics import key_from
+from smcjax.pallas.dispatch import Kernel, Op, is_hopper
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.gumbel_max import (
     DTYPES,
@@ -291,7 +292,12 @@ def sampled_head_reference(
     forbidden: UInt[Array, "words R"],
     forbids: Bool[Array, " R"],
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Computes `sampled_head` by whole logits."""
+    """A token a row from softmax(x · weightᵀ / temperature), and its log-probability (f32; NaN where a logit is).
+
+    The noise is that of `smcjax.noise.gumbels` with the row's key times `noise_scale`, 1 or, of rows that take the
+    likeliest token, 0. `forbidden` is impossible in rows that it `forbids`: 32 ids to a word, the first in the lowest
+    bit. By whole logits.
+    """
     logits = jnp.dot(x, weight.T, preferred_element_type=jnp.float32) / temperature[:, None]
     flags = (forbidden[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & jnp.uint32(1)
     flags = jnp.moveaxis(flags, 1, 0).reshape(logits.shape) != 0
@@ -303,7 +309,7 @@ def sampled_head_reference(
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
-def sampled_head(
+def sampled_head_mosaic(
     x: Float[Array, "R E"],
     weight: Float[Array, "V E"],
     keys: UInt[Array, "R 2"],
@@ -314,12 +320,10 @@ def sampled_head(
     *,
     interpret: Any = None,
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """A token a row from softmax(x · weightᵀ / temperature), and its log-probability (f32; NaN where a logit is).
+    """Computes `sampled_head` by the kernel.
 
-    The noise is that of `smcjax.noise.gumbels` with the row's key times `noise_scale`, 1 or, of rows that take the
-    likeliest token, 0. `forbidden` is impossible in rows that it `forbids`: 32 ids to a word, the first in the lowest
-    bit. `supports` must hold but for the rows: nothing here checks it. `interpret` is `plgpu.InterpretGPUParams()` to
-    run on a CPU.
+    `supports` must hold but for the rows: nothing here checks it. `interpret` is `plgpu.InterpretGPUParams()` to run on
+    a CPU.
 
     A jit of its own, so that a cycle's steps trace and lower the kernel once.
     """
@@ -360,3 +364,13 @@ def sampled_head(
         padded(noise_scale),
     )
     return reduce_candidates(Candidates(*(each.T[:rows] for each in found)))
+
+
+def _supports(x: Any, weight: Any, *_: Any) -> bool:
+    """True by what shapes and dtypes say; the draws' terms are not read."""
+    fits = weight.ndim == 2 and weight.dtype == x.dtype
+    return fits and supports(rows=x.shape[0], hidden=x.shape[1], vocab=weight.shape[0], dtype=x.dtype)
+
+
+sampled_head: Op[..., tuple[jax.Array, jax.Array]] = Op(sampled_head_reference)
+sampled_head.register(Kernel(is_hopper, sampled_head_mosaic, _supports))

@@ -1,18 +1,20 @@
-"""Compressed tokens made of stored keys and values and written to their pages, in one launch: Mosaic GPU (Hopper).
+"""Compressed tokens made of l stored keys and values each, by key-value head, and written to their pages.
 
     x_r = stored_r + position_r,  r < l                keys first rotated back by their own positions
     hidden = silu(W₁ · vec(x) + b₁)                    φ = "mlp", by key-value head
     pages[home] = rotate(W₂ · hidden + b₂)             keys alone rotated; φ = "linear": W · vec(x) in the place of both
 
-A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A cluster of up to eight blocks has
-one head's keys or values of up to eight tokens, and each block a part of the columns of W₁. Rows stream through shared
-memory from the first instruction on, while each lane gathers numbers of one token, and the tensor core multiplies what
-has come (`mosaic/tile_products.py`). Behind a barrier of the cluster each block adds up the parts of another token,
-does the rest of φ and writes. Clusters none of whose tokens is born read and write nothing, and what is not born is not
-written.
+vec lists the l vectors one after the other. Keys and values have weights of their own.
 
-Tokens and hidden numbers are f32, and each is multiplied as two of bfloat16, so that its first 16 bits count; weights
-are multiplied as they are. XLA's way, `smcjax.sparse.births`, does the same and is the reference.
+The kernels (Mosaic GPU, Hopper) are one launch. A forward bears few tokens, so that what takes time is W₁: [D, l·D] of
+each head. A cluster of up to eight blocks has one head's keys or values of up to eight tokens, and each block a part of
+the columns of W₁. Rows stream through shared memory from the first instruction on, while each lane gathers numbers of
+one token, and the tensor core multiplies what has come (`mosaic/tile_products.py`). Behind a barrier of the cluster
+each block adds up the parts of another token, does the rest of φ and writes. Clusters none of whose tokens is born read
+and write nothing, and what is not born is not written.
+
+Products are in f32. With weights of bfloat16 an f32 factor is two of bfloat16, its rounding and the rest's, so that
+tensor cores multiply what is stored: its first 16 bits count, where the result keeps 8. `bear_reference` does the same.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.pallas.cache.rotate_and_write import rotate
+from smcjax.pallas.dispatch import Kernel, Op, is_hopper
 from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.thread_tiles import prefetch
@@ -46,7 +50,7 @@ from smcjax.pallas.mosaic.tile_products import (
 )
 
 MAX_UPDATES = 16  # of a launch: as many as it has been tried with
-KINDS = ("mlp", "linear")
+COMPRESSIONS = ("mlp", "linear")
 MAX_CLUSTER_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
 MIN_COLUMNS = CHUNK * WARPS  # of a block
 STAGES = 4  # at most: two blocks find room on a multiprocessor
@@ -65,6 +69,103 @@ class Births(NamedTuple):
     is_born: Bool[Array, " N"]  # what is not born is not written
     turned: Angles | None  # of covered positions [N, l], where stored keys are rotated and are to be rotated back
     begins: Angles  # [N], by which made keys are rotated
+
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def compression_shapes(phi: str, kv_heads: int, dim: int, size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of `compress`, by name; `size` is l. The MLP's hidden size is the head's."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for of in "kv":
+        shapes[f"position_{of}"] = (kv_heads, size, dim)
+        if phi == "linear":
+            shapes[f"phi_{of}"] = (kv_heads, dim, size * dim)
+        if phi == "mlp":
+            shapes |= {f"phi_{of}_in": (kv_heads, dim, size * dim), f"phi_{of}_in_bias": (kv_heads, dim)}
+            shapes |= {f"phi_{of}_out": (kv_heads, dim, dim), f"phi_{of}_out_bias": (kv_heads, dim)}
+    return shapes
+
+
+def compress(
+    phi: str, weights: Mapping[str, jax.Array], of: str, stored: Float[Array, "R N l Hkv D"]
+) -> Float[Array, "R N Hkv D"]:
+    """Compressed keys (`of` is "k") or values ("v"), computed in f32 from stored ones of f32."""
+
+    def weight(name: str) -> jax.Array:
+        wide: jax.Array = weights[name].astype(jnp.float32)
+        return wide
+
+    def product(x: jax.Array, name: str) -> jax.Array:
+        factor, terms = weights[name], "rnki,koi->rnko"
+        if factor.dtype != jnp.bfloat16:
+            return jnp.einsum(terms, x, weight(name), precision=jax.lax.Precision.HIGHEST)
+        # A conversion to bfloat16 and back XLA drops on GPUs, so that nothing would be left for the second factor.
+        rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        both = jnp.concatenate([rounded, x - rounded]).astype(factor.dtype)
+        first, rest = jnp.split(jnp.einsum(terms, both, factor, preferred_element_type=jnp.float32), 2)
+        return first + rest
+
+    x = stored + jnp.moveaxis(weight(f"position_{of}"), 0, 1)
+    vec = jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
+    if phi == "linear":
+        return product(vec, f"phi_{of}")
+    hidden = jax.nn.silu(product(vec, f"phi_{of}_in") + weight(f"phi_{of}_in_bias"))
+    return product(hidden, f"phi_{of}_out") + weight(f"phi_{of}_out_bias")
+
+
+def compressed(
+    phi: str,
+    weights: Mapping[str, jax.Array],
+    keys: Float[Array, "R N l Hkv D"],
+    values: Float[Array, "R N l Hkv D"],
+    turned: Angles | None,
+    begins: Angles,
+) -> tuple[Float[Array, "R N Hkv D"], Float[Array, "R N Hkv D"]]:
+    """Compressed keys and values, f32, of stored ones.
+
+    Keys are rotated back by `turned` [R or 1, N·l], where it is there, and what is made of them by `begins`
+    [R or 1, N].
+    """
+    rows = keys.shape[0]
+
+    def over(angles: Angles) -> Angles:
+        cos, sin = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in angles)
+        return cos, sin
+
+    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+    if turned is not None:
+        cos, sin = over(turned)
+        keys = rotate(keys.reshape(rows, -1, *keys.shape[3:]), cos, -sin).reshape(keys.shape)
+    return rotate(compress(phi, weights, "k", keys), *over(begins)), compress(phi, weights, "v", values)
+
+
+def bear_reference(
+    phi: str, weights: Mapping[str, jax.Array], stored: Pair, compressed_pages: Pair, births: Births
+) -> Pair:
+    """Returns pages of compressed keys and values with the tokens that are born written.
+
+    Args:
+        phi: one of `COMPRESSIONS`.
+        weights: φ's, as `compression_shapes` names them.
+        stored: pages of the keys and values that are compressed, [P, B, Hkv, D].
+        compressed_pages: pages of compressed ones, [P, B/d, Hkv, D].
+        births: what is born, of which, and where.
+    """
+    keys, values = (pool.reshape(-1, *pool.shape[2:])[births.covered][None] for pool in stored)
+    turned, begins = jax.tree.map(lambda x: x[None], (births.turned, births.begins))
+    made = compressed(phi, weights, keys, values, turned, begins)
+
+    def written(pages: jax.Array, new: jax.Array) -> jax.Array:
+        slots = pages.reshape(-1, *pages.shape[2:])
+        home = jnp.where(births.is_born, births.home, len(slots))  # behind the last: nowhere
+        return slots.at[home].set(new[0].astype(pages.dtype), mode="drop").reshape(pages.shape)
+
+    k, v = map(written, compressed_pages, made)
+    return k, v
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
 
 
 class Sizes(NamedTuple):
@@ -89,22 +190,6 @@ class Sizes(NamedTuple):
     def stages(self) -> int:
         """Units of `tile_products` that a block waits for together."""
         return min(STAGES, -(-self.dim // (NEAR * ROWS)) * -(-self.columns // (NEAR * MIN_COLUMNS)))
-
-
-def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...]) -> bool:
-    """True where the kernels take N = `number` births: φ a product, heads of 64 or 128, all arrays bfloat16.
-
-    `pools` are pages of stored and of compressed keys and values.
-    """
-    if phi not in KINDS or not 0 < number <= MAX_UPDATES:
-        return False
-    _, size, dim = weights["position_k"].shape
-    arrays = (*pools, *weights.values())
-    return (
-        dim in (64, 128)
-        and size * dim % MIN_COLUMNS == 0
-        and all(array.dtype == jnp.bfloat16 and array.size < 2**31 for array in arrays)
-    )
 
 
 class Place(NamedTuple):
@@ -294,26 +379,19 @@ def _conclude(
 
 
 @functools.partial(jax.jit, static_argnames=("phi", "interpret"))
-def bear(
+def bear_mosaic(
     phi: str,
     weights: Mapping[str, jax.Array],
     stored: Pair,
-    compressed: Pair,
+    compressed_pages: Pair,
     births: Births,
     *,
     interpret: Any = None,
 ) -> tuple[Float[Array, "P per_page Hkv D"], Float[Array, "P per_page Hkv D"]]:
-    """Returns pages of compressed keys and values with the tokens that are born written, in place.
+    """Computes `bear` by the kernels, in place.
 
-    For what `supports_births` accepts. A jit of its own, so that a model's layers trace and lower the kernels once.
-
-    Args:
-        phi: "mlp" or "linear".
-        weights: φ's, as `smcjax.sparse.compression.compression_shapes` names them.
-        stored: pages of the keys and values that are compressed, [P, B, Hkv, D].
-        compressed: pages of compressed ones, [P, B/d, Hkv, D].
-        births: what is born, of which, and where.
-        interpret: `plgpu.InterpretGPUParams()` to run on a CPU.
+    A jit of its own, so that a model's layers trace and lower the kernels once. `interpret` is
+    `plgpu.InterpretGPUParams()` to run on a CPU.
     """
     number, size = births.covered.shape
     heads, dim = stored[0].shape[2:]
@@ -325,7 +403,7 @@ def bear(
     names = () if phi == "linear" else ("in_bias", "out", "out_bias")
     turned = births.turned or ()
     # References, so that the kernel's results are its operands' buffers.
-    pages = [jax.new_ref(pool) for pool in compressed]
+    pages = [jax.new_ref(pool) for pool in compressed_pages]
     born = (is_born, births.home)
     terms = []  # of keys and of values: what `_products` takes and what `_conclude` does
     for of, pool, page, back, onward in zip("kv", stored, pages, (turned, ()), (births.begins, ()), strict=True):
@@ -384,3 +462,22 @@ def bear(
     )(any_born, *operands)
     keys, values = (jax.freeze(page) for page in pages)
     return keys, values
+
+
+def supports_births(
+    phi: str, weights: Mapping[str, jax.Array], stored: Pair, compressed_pages: Pair, births: Births
+) -> bool:
+    """True where the kernels take the births: few, φ a product, heads of 64 or 128, all arrays bfloat16."""
+    if phi not in COMPRESSIONS or not 0 < births.covered.shape[0] <= MAX_UPDATES:
+        return False
+    _, size, dim = weights["position_k"].shape
+    arrays = (*stored, *compressed_pages, *weights.values())
+    return (
+        dim in (64, 128)
+        and size * dim % MIN_COLUMNS == 0
+        and all(array.dtype == jnp.bfloat16 and array.size < 2**31 for array in arrays)
+    )
+
+
+bear = Op(bear_reference)
+bear.register(Kernel(is_hopper, bear_mosaic, supports_births))

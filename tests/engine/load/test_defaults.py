@@ -12,6 +12,7 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.loading import Models
 from smcjax.model.config import LayerSpec, ModelConfig
+from smcjax.pallas.sparse.grouped_attention import grouped_branches
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
 from tests.helpers import tiny_config
@@ -99,7 +100,7 @@ def test_what_is_asked_for_stays() -> None:
 
 def test_an_engine_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels would: its decoder and its pages; asked otherwise, it does as it is told."""
-    monkeypatch.setattr("smcjax.engine.load.defaults.uses_kernels", lambda: True)
+    monkeypatch.setattr(grouped_branches, "has_kernel", lambda: True)
     monkeypatch.setattr("smcjax.engine.load.defaults.reads_by_kernels", lambda *_: True)
     fields: dict[str, Any] = {"num_pages": 9, "max_num_seqs": 1, "compile_at_start": False}
     with LLM("recall", draft_model="recall-draft", decoding=Rejection(4), **fields) as llm:

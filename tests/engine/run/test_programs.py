@@ -228,7 +228,7 @@ def test_a_step_of_several_rows_leaves_bfloat16_products_to_cublas(monkeypatch: 
     def options(function: Any, params: Any) -> Any:
         with monkeypatch.context() as patched:
             patched.setattr(jax, "default_backend", lambda: "gpu")
-            patched.setattr(module, "uses_kernels", lambda: True)
+            patched.setattr(module, "active_implementation", lambda: "mosaic")
             job = step_job(function, program, params, state)
         assert job.cublas
         module._compiled(job)

@@ -25,7 +25,7 @@ from smcjax.pallas.attention.prefix_shared import (
 )
 from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.attention.shared_tuning import MAX_SHARES, Tuning, default_tuning, tiles_of
-from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.dispatch import active_implementation, implementations
 from tests.helpers import Ask, batch, published
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -435,7 +435,7 @@ def test_a_long_chunk_on_the_gpu(group: int) -> None:
 
 def check_on_the_gpu(poisoned: Case, clean: Case, *, rows: int) -> None:
     """The compiled kernels through the wrappers, as `check`."""
-    assert uses_kernels()
+    assert active_implementation() == "mosaic"
     _, columns, heads, dim = poisoned["q"].shape
     table, lengths = poisoned["block_table"], poisoned["lengths"]
     plan = functools.partial(

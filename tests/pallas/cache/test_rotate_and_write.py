@@ -23,7 +23,7 @@ from smcjax.pallas.cache.rotate_and_write import (
     rotate_and_write_reference,
     supports_write,
 )
-from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.dispatch import active_implementation, implementations
 from smcjax.pallas.layer.norm import PendingNorm
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -188,7 +188,7 @@ def test_copies_beside_many_columns() -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_on_the_gpu(shape: dict[str, int], dim: int) -> None:
     """The compiled kernel, through the wrapper that chooses it."""
-    assert uses_kernels()
+    assert active_implementation() == "mosaic"
     sizes = {"heads": 32, "kv_heads": 8, "dim": dim, "page_size": 16, **shape}
     if shape["columns"] > 16:
         inputs = case(**{**sizes, "page_size": 512})

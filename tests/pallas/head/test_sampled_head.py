@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from smcjax.decoding.distribution import pack_bits
 from smcjax.device import HOPPER
 from smcjax.matmul import Dense
-from smcjax.pallas.head.sampled_head import IDS, NARROW, ROWS, sampled_head, sampled_head_reference, supports
+from smcjax.pallas.head.sampled_head import IDS, NARROW, ROWS, sampled_head_mosaic, sampled_head_reference, supports
 
 INTERPRET = plgpu.InterpretGPUParams()
 TOLERANCE = 1e-5  # of log-probabilities: f32 sums in another order
@@ -39,7 +39,7 @@ def case(rows: int, vocab: int, hidden: int) -> tuple[jax.Array, ...]:
 
 
 def check(arguments: tuple[jax.Array, ...], *, interpret: Any = None) -> None:
-    token, logprob = sampled_head(*arguments, interpret=interpret)
+    token, logprob = sampled_head_mosaic(*arguments, interpret=interpret)
     want_token, want_logprob = jax.jit(sampled_head_reference)(*arguments)
     np.testing.assert_array_equal(token, want_token)
     np.testing.assert_allclose(logprob, want_logprob, rtol=TOLERANCE, atol=TOLERANCE)
@@ -68,7 +68,7 @@ def test_blocks_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_that_is_no_law_harms_no_other() -> None:
     arguments = case(6, 2 * IDS, 64)
     x = arguments[0].at[2].set(jnp.nan)
-    token, logprob = (np.asarray(each) for each in sampled_head(x, *arguments[1:], interpret=INTERPRET))
+    token, logprob = (np.asarray(each) for each in sampled_head_mosaic(x, *arguments[1:], interpret=INTERPRET))
     want_token, want_logprob = (np.asarray(each) for each in sampled_head_reference(*arguments))
     others = np.arange(6) != 2
     np.testing.assert_array_equal(token[others], want_token[others])
@@ -82,7 +82,7 @@ def test_of_equal_ids_the_lowest_is_drawn() -> None:
     x, weight, keys, inverse, noise, flags, forbids = case(6, 2 * IDS, 64)
     weight = jnp.tile(weight[:NARROW], (2 * IDS // NARROW, 1))
     arguments = (x, weight, keys, inverse, 0 * noise, flags, forbids & False)
-    token, _ = sampled_head(*arguments, interpret=INTERPRET)
+    token, _ = sampled_head_mosaic(*arguments, interpret=INTERPRET)
     np.testing.assert_array_equal(token, jnp.argmax(Dense(weight[:NARROW])(x, out=jnp.float32), axis=-1))
 
 
@@ -104,7 +104,7 @@ def test_applies_where_it_says() -> None:
 @pytest.mark.parametrize(("rows", "vocab", "hidden"), [(64, 128_256, 2048), (256, 128_256, 2048), (100, 151_936, 1536)])
 def test_lowers_for_cuda(rows: int, vocab: int, hidden: int) -> None:
     shapes = jax.eval_shape(functools.partial(case, rows, vocab, hidden))
-    text = sampled_head.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = sampled_head_mosaic.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
@@ -115,6 +115,6 @@ def test_lowers_for_cuda(rows: int, vocab: int, hidden: int) -> None:
 def test_on_a_gpu(rows: int, vocab: int, hidden: int) -> None:
     arguments = case(rows, vocab, hidden)
     check(arguments)
-    first, second = sampled_head(*arguments), sampled_head(*arguments)
+    first, second = sampled_head_mosaic(*arguments), sampled_head_mosaic(*arguments)
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)

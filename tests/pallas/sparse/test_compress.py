@@ -18,8 +18,8 @@ from smcjax.model.attention import Projection
 from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
 from smcjax.model.view import BatchView
-from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.sparse.compress import bear, supports_births
+from smcjax.pallas.dispatch import Kernel, Op, implementations, is_hopper
+from smcjax.pallas.sparse.compress import Births, bear, bear_mosaic, supports_births
 from smcjax.sparse import births as nsa_births
 from smcjax.sparse.nsa import NSA
 
@@ -97,7 +97,9 @@ CASES = {
 def counted(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[None]:
     """A list that grows with every call of the kernels, which then run so."""
     calls: list[None] = []
-    monkeypatch.setattr(nsa_births, "bear", lambda *args: calls.append(None) or bear(*args, **how))
+    counting = Op(bear.reference)
+    counting.register(Kernel(is_hopper, lambda *args: calls.append(None) or bear_mosaic(*args, **how), supports_births))
+    monkeypatch.setattr(nsa_births, "bear", counting)
     return calls
 
 
@@ -160,7 +162,10 @@ def test_supports_what_fits() -> None:
         cache, projection = case.drawn()
         weights = {name: of for name, of in (projection.weights or {}).items() if name.startswith(("phi", "position"))}
         weights |= {name: of.astype(changed.get(name, of.dtype)) for name, of in weights.items()}
-        return supports_births(case.kind.phi, number, weights=weights, pools=tuple(cache.values()))
+        names = case.kind.source("keys"), case.kind.source("values"), *nsa_births.COMPRESSED
+        pools = [cache[name] for name in names]
+        births = Births(jnp.zeros((number, case.kind.kernel_size), jnp.int32), None, None, None, None)
+        return supports_births(case.kind.phi, weights, pools[:2], pools[2:], births)
 
     assert takes(CASES["mlp"])
     assert takes(CASES["mlp"], 16)
