@@ -242,6 +242,7 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
     """Blocks of 128 threads: `rounds` calls of `each` vectors a thread. `row`: vectors of a row that is gathered."""
     dtype = refs[1].dtype
 
+    # Pallas has no access to another device's memory by address, so a call is written in MLIR and PTX for one thread.
     def call_of(index: jax.Array) -> None:
         @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), scalar_layout()))
         def go(_: Any, refs: Sequence[ir.Value], index: Any) -> None:
@@ -252,6 +253,7 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
 
     def _call(bases: Sequence[ir.Value], index: ir.Value) -> None:
         ult, eq = arith.CmpIPredicate.ult, arith.CmpIPredicate.eq
+        # Addresses of the operands in this device's memory; `addresses` holds those of all devices' workspaces.
         addresses, x, *added, out = bases
         t, block = thread(), mu.inline_ptx("mov.u32 $0, %ctaid.x;", result_types=i32())
         rank = load_one("global.b32", addresses, i32())
@@ -262,9 +264,12 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
         def other(distance: ir.Value) -> ir.Value:
             return arith.remui(arith.addi(rank, distance), word_of(size))
 
+        # The block's number of the call is one above its counter in memory, so that a graph of CUDA's may run again and
+        # again. It says which of the two slots is used and what flags are waited for.
         own = start(rank)
         counter = plus(own, times(block, 4))
         call = arith.addi(load_one("global.b32", counter, i32()), arith.addi(index, word_of(1)))
+        # One thread counts the launch's calls, in the last of them; only this block reads its counter.
         is_last = arith.andi(arith.cmpi(eq, index, word_of(rounds - 1)), arith.cmpi(eq, t, word_of(0)))
 
         def counted() -> None:
@@ -278,25 +283,33 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
                 total = _sum_vector(pieces, also[0] if also else None, dtype)
                 _store_vector(plus(out, times(number, VECTOR)), total, only)
                 return
+            # [rows, row] of each device becomes [rows, size, row]: a vector of a device lies in that device's part of
+            # the row.
             line, column = arith.divui(number, word_of(row)), arith.remui(number, word_of(row))
             for device, words in enumerate(pieces):
                 at = arith.addi(arith.muli(line, word_of(size * row)), arith.addi(column, word_of(device * row)))
                 _store_vector(plus(out, times(at, VECTOR)), words, only)
 
         if rounds == each == 1:  # every word goes with its call's number, and needs no flag
+            # Way 1, small arrays: one call, a vector a thread. The counter is raised once all threads have read it.
             mu.warpgroup_barrier()
             counted()
             number = arith.addi(arith.muli(block, word_of(WARPGROUP)), t)
             is_ours = arith.cmpi(ult, number, word_of(vectors))
             with mu.when(is_ours):
+                # A vector of 16 bytes becomes 32 on its way: each of its four words with the call's number beside it.
                 words = _load_vector("global", plus(x, times(number, VECTOR)))
 
                 def line_of(device: ir.Value) -> ir.Value:
                     slots = arith.addi(arith.muli(arith.andi(call, word_of(1)), word_of(size)), device)
                     return plus(times(slots, LINES), times(number, 2 * VECTOR), SLOTS + 2 * size * PIECES)
 
+                # Each device begins with its next neighbour, so that at any time all of them write to different ones.
                 for distance in range(1, size + 1):  # to itself last
                     _store_numbered(plus(start(other(word_of(distance))), line_of(rank)), words, call)
+                # The numbers stand for flags: a word has come when this call's number lies beside it. Devices are read
+                # in their order, which is the order of the sum. No barrier: a thread reads what the same threads of the
+                # others have pushed.
                 pieces = [_wait_numbered(plus(own, line_of(word_of(device))), call) for device in range(size)]
                 combined(pieces, number, is_ours)
             return
@@ -310,6 +323,7 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
             return plus(times(arith.addi(arith.muli(device, word_of(BLOCKS)), block), 4), FLAGS)
 
         # A call's vectors are dealt to all blocks in turn; their places in a slot do not depend on the array.
+        # Way 2, larger arrays: push, raise flags, wait, combine.
         numbers, inside, places = [], [], []
         for v in range(each):
             place = arith.addi(arith.muli(arith.addi(block, word_of(v * BLOCKS)), word_of(WARPGROUP)), t)
@@ -317,12 +331,20 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
             inside.append(arith.cmpi(ult, number, word_of(vectors)))
             numbers.append(arith.select(inside[-1], number, word_of(0)))
             places.append(times(place, VECTOR))
+        # Phase 1: push. All loads are asked for before the first store needs one.
         mine = [_load_vector("global", plus(x, times(number, VECTOR))) for number in numbers]
+        # Each device begins with its next neighbour, so that at any time all of them write to different ones. Its own
+        # piece it does not copy: it is read from x.
         for distance in range(1, size):
             there = plus(start(other(word_of(distance))), slot(rank))
             for place, words, only in zip(places, mine, inside, strict=True):
                 _store_vector(plus(there, place), words, only)
+        # All threads of the block must have pushed before a flag says so for the block.
         mu.warpgroup_barrier()
+        # Phase 2: flags, by one thread for each other device. The store releases what the barrier has gathered before
+        # it, over NVLink as well; the load acquires what the other device's block pushed before it raised its flag. A
+        # flag only ever grows, so a block that is a call ahead is taken as there, too: hence the comparison and not
+        # equality.
         with mu.when(arith.cmpi(ult, arith.subi(t, word_of(1)), word_of(size - 1))):  # a thread a device
             peer = other(t)
             raised = plus(start(peer), flag(rank))
@@ -330,9 +352,13 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
             wait = "again: ld.acquire.sys.global.b32 v, [$0]; sub.s32 v, v, $1; setp.lt.s32 p, v, 0; @p bra again;"
             wait = f"{{.reg .pred p; .reg .b32 v; {wait}}}"
             mu.inline_ptx(wait, plus(own, flag(peer)), call, has_side_effects=True)
+        # A few threads have waited for the flags; behind the barrier all may read what those stand for.
         mu.warpgroup_barrier()
+        # Since the first barrier every thread has read the counter, so it may change.
         counted()
 
+        # Phase 3: combine, device by device in one order, so that all devices get the same bits. Pushed pieces are
+        # loaded past the L1, which does not see what others write to memory.
         def piece(device: int, number: ir.Value, place: ir.Value) -> Words:
             is_own = arith.cmpi(eq, rank, word_of(device))
             pushed, whole = plus(own, slot(word_of(device)), place), plus(x, times(number, VECTOR))
@@ -361,6 +387,7 @@ def _over_peers(addresses: jax.Array, x: jax.Array, *added: jax.Array, size: int
     """A jit of its own, so that a model's layers trace and lower the kernel once."""
     *shape, width = x.shape
     vectors, row = x.size * x.dtype.itemsize // VECTOR, max(1, width * x.dtype.itemsize // VECTOR)
+    # An array of more vectors than a slot holds takes several calls, of equally many vectors a thread.
     needed = -(-vectors // (BLOCKS * WARPGROUP))
     rounds = -(-needed // MAX_VECTORS)
     kernel = functools.partial(

@@ -115,28 +115,39 @@ def _weigh(
     scale: float,
 ) -> None:
     """Leaves the weights of `loads` times 1,024 slots of one query and set."""
+    # Subtracting lse and scaling are one multiply-add a product, so −lse of every head of the set stays in a register.
     less = [t.constant(0.0) - t.load(lse, first_head + head) for head in range(heads)]
+    # A thread has eight neighbouring slots of each 1,024: a warp loads 512 neighbouring bytes at once.
     starts = [(turn * loads + j) * AT_ONCE + t.index * 8 for j in range(loads)]
+    # All loads are asked for before any result is waited for. A start behind the row's last slots is moved back onto
+    # them; what is read there is no slot that the query sees, so it gets no weight below.
     found = [
         [t.load8(products, (first_row + head) * slots + t.minimum(start, slots - 8)) for head in range(heads)]
         for start in starts
     ]
+    # [heads, 8] products become [8] weights, the sum over the heads in their order. A slot that the query does not see
+    # gets 0 by selection and not by multiplication, since its product may be NaN.
     for start, of_heads in zip(starts, found, strict=True):
         sums = []
         for i in range(8):
             terms = [t.exp(t.multiply_add(eight[i], scale, one)) for eight, one in zip(of_heads, less, strict=True)]
             total = functools.reduce(lambda a, b: a + b, terms)
             sums.append(t.where((start + i >= low) & (start + i < high + 1), total, 0.0))
+        # The ranks need weights of slots that other threads have, so weights go to shared memory, which may end within
+        # a turn.
         for i in (0, 4):
             t.store4(weights, start + i, sums[i : i + 4], only=start + i < size)
 
 
 def _best(t: Threads, ranks: list[Word], places: list[Word]) -> tuple[Word, Word, list[Word]]:
     """Returns the highest of a warp's ranks, its place, of equal ranks the first, and the ranks left without it."""
+    # A thread's highest rank is found in registers, the warp's by one reduction of integers, which all 32 lanes get.
     top = t.warp_maximum(functools.reduce(t.maximum, ranks))
+    # Of equal ranks the lowest place counts: a thread's lowest first, then the warp's.
     at = t.constant(2**30)
     for rank, place in zip(ranks, places, strict=True):
         at = t.where(rank == top, t.minimum(at, place), at)
+    # One thread holds that place and takes its rank out. Where every rank is NEVER already, nothing changes.
     at = t.warp_minimum(at)
     return top, at, [t.where(place == at, NEVER, rank) for rank, place in zip(ranks, places, strict=True)]
 
@@ -155,37 +166,53 @@ def _choose(
 ) -> None:
     """Chooses the blocks of one query and set, of its slots' weights."""
     blocks, strides, common = ranking.blocks, ranking.strides, ranking.common
+    # Phase 1: ranks. A thread has every 128th block, so that neighbouring threads read neighbouring weights.
     n, zero, one, warp, lane = ranking.free, t.constant(0), t.constant(1), t.index // WARP, t.index % WARP
+    # The weights of a block's slots were stored by several threads, all of which must have done so.
     t.synchronize()
     ranks, always, places = [], [], [t.index + j * WARPGROUP for j in range(ranking.each)]
     for place in places:
         begin = place * strides
+        # The slots of the block and of the tokens that reach into it: four at a time where each block's first slot is a
+        # multiple of four, as a load of 16 bytes needs.
         if strides % 4:
             found = [t.load(weights, begin + i) for i in range(len(common))]
         else:
             found = [weight for i in range(0, len(common), 4) for weight in t.load4(weights, begin + i)]
+        # Shared memory behind the last slot that the query sees may hold anything: no turn may have written there.
         terms = [t.where(begin + i < high + 1, weight, 0.0) for i, weight in enumerate(found[: len(common)])]
+        # The first factor is always 1.
         rank = terms[0]
         for factor, term in zip(common[1:], terms[1:], strict=True):
             rank = t.multiply_add(term, factor, rank)
+        # First and last blocks are selected whatever their rank, but none behind the query's own.
         forced = t.where(place < ranking.first, one, t.where(own < place + ranking.last, one, 0))
         always.append(t.where(place < own + 1, forced, 0))
+        # A sum of weights is not negative, so its bits, taken as an integer, have its order, and NEVER = −1 is below
+        # all of them. Blocks that are always selected, lie behind the query's own or do not exist take no part.
         ranks.append(t.where((place < own + 1) & (place < blocks), t.where(forced != 0, NEVER, t.bits(rank)), NEVER))
 
+    # Phase 2: each warp by itself finds the n best of its threads' ranks, best first. The n best of all are among them.
     left = ranks
     for turn in range(n):
         top, place, left = _best(t, left, places)
         t.store(tops, warp * n + turn, top, only=lane == 0)
         t.store(at, warp * n + turn, place, only=lane == 0)
+    # Every warp reads what the other three have found.
     t.synchronize()
+    # Phase 3: every warp finds the n-th best of all 4 · n for itself, so that no further barrier is needed. [4, n]
+    # ranks in shared memory become a list in registers, every 32nd a lane's; what lies behind the last is NEVER.
     numbers = [lane + first for first in range(0, WARPS * n, WARP)]
     inside = [number < WARPS * n for number in numbers]
     numbers = [t.minimum(number, WARPS * n - 1) for number in numbers]
     left = [t.where(there, t.load(tops, number), NEVER) for there, number in zip(inside, numbers, strict=True)]
     theirs = [t.load(at, number) for number in numbers]
+    # The last of n turns leaves the rank and the place of the n-th best.
     least, last = zero, zero
     for _ in range(n):
         least, last, left = _best(t, left, theirs)
+    # Phase 4: a thread decides on its own blocks. One is selected if its rank is higher, or as high and its place not
+    # later. Blocks that took no part are decided by `forced`, also where fewer than n took part and `least` is NEVER.
     for rank, place, forced in zip(ranks, places, always, strict=True):
         is_chosen = t.where(least < rank, one, t.where((rank == least) & (place < last + 1), one, 0))
         is_chosen = t.where(rank == NEVER, forced, is_chosen)
@@ -223,17 +250,22 @@ def ranked_blocks(
     _, sets, rows, slots = kept.products.shape
     if not supports_ranking(ranking, heads=heads, slots=slots):
         raise ValueError(f"no kernel for {ranking} with {heads} heads a set and {slots} slots")
+    # A thread waits for all heads of its slots together: the more heads, the fewer slots.
     loads = max(1, LOADS // heads)
+    # `grouped_scores` keeps products by group: the place of a query in the order of groups says which group it is in
+    # and which row of [S, rows] is its first head's.
     place = np.argsort(groups.order)
     stride = padded(heads)
     group = np.arange(requests)[:, None] * groups.number + place // groups.size
     first_row = group * (sets * rows) + place % groups.size * stride
+    # Only turns up to the last slot that the query sees are made: what a query costs grows with its position.
     needed = -(-jnp.minimum(kept.high + 1, ranking.slots) // AT_ONCE)
     own = positions // block_size
     fields = [jnp.asarray(x, jnp.int32) for x in (first_row, kept.low, kept.high, own, needed)]
 
     def kernel(products: Ref, lse: Ref, of_query: Ref, chosen: Ref, weights: Ref, tops: Ref, at: Ref) -> None:
         query, of_set = lax.axis_index("query"), lax.axis_index("set")
+        # Numbers of the query, the same in all threads.
         first, low, high, own, needed = (of_query[query, i] for i in range(len(fields)))
         inside, row = interpret is not None, query * sets + of_set
         sizes = {"heads": heads, "slots": slots, "size": ranking.slots}
@@ -252,6 +284,8 @@ def ranked_blocks(
         weigh(0, whole, loads)
         if loads > 1:
             weigh(whole * loads, needed, 1)  # a sequence that is a little longer than whole turns has no other one
+        # The same threads go on, so the weights are where they were left, and `_choose` begins with the barrier
+        # between.
         choose = functools.partial(_choose, ranking=ranking)
         threads.run(choose, weights, tops, at, chosen, row, own, high, interpret=inside)
 

@@ -91,6 +91,8 @@ def _multiply(
     together: int,
 ) -> None:
     """Leaves the products of 256 columns of `of_block` rows with some tokens, from the first row and token on."""
+    # A lane has eight of the split's 256 columns, in every warp the same; warps divide the rows. Tokens stay in
+    # registers for all rows. In place of a token behind the last one the last is read, and nothing is stored for it.
     column = split * COLUMNS + t.index % WARP * 8
     tokens = [t.load8(x, t.minimum(first + i, number - 1) * width + column) for i in range(together)]
 
@@ -98,6 +100,8 @@ def _multiply(
         found: list[Word] = t.load8(weights, (first_row + index) * width + column)
         return found
 
+    # Rows are streamed through registers and each [256] · [256] is summed over a warp, which leaves a result in one
+    # lane or in several alike, one of which stores it. No barrier: warps share no result.
     for which, output, total, is_one in row_products(t, tokens, row, of_block):
         token = first + which
         place = (token * (width // COLUMNS) + split) * rows + first_row + output
@@ -119,14 +123,20 @@ def _weigh(
 ) -> None:
     """Writes 1,024 numbers of a token, those of a few heads."""
     *parts, out, gates, squares = refs
+    # Phase 1: ask for all that comes from memory, before any of it is waited for. The first threads make a gate each,
+    # for the heads of this share; the rest repeat the last gate, and store the same number in the same place.
     here, branches = AT_ONCE // dim, len(parts)
     index = t.minimum(t.index, here * branches - 1)
     logit = asked_logit(t, sums, bias, token, share * (here * branches) + index, splits, heads * branches)
+    # [heads, D] of the share is [128 threads, 8 numbers]: since D is 64 or 128, a thread's eight are of one head.
     begin = token * (heads * dim) + share * AT_ONCE + t.index * 8
     found = [t.load4(part, begin) + t.load4(part, begin + 4) for part in parts]
+    # Phase 2: gates, in shared memory. A norm that x lacks is one factor a token, made by all threads with a barrier.
     scale = None if x is None else inverse_rms(t, x, squares, token, splits * COLUMNS, eps)
     t.store(gates, index, sigmoid(t, logit, scale))
+    # A thread weighs with gates that other threads have made.
     t.synchronize()
+    # Phase 3: the sum over branches in their order, in f32, rounded once by the store.
     head, total = t.index * 8 // dim, [t.constant(0.0)] * 8
     for branch, numbers in enumerate(found):
         weight = t.load(gates, head * branches + branch)
@@ -148,6 +158,8 @@ def asked_logit(t: Threads, sums: Ref, bias: Ref, token: Word, row: Word, splits
 
 def sigmoid(t: Threads, logit: Logit, scale: Word | None) -> Word:
     """The gate; `scale` is what its product lacks (None: nothing)."""
+    # The parts of 256 columns are added up in their order, so that a gate has the same bits in every launch. The norm
+    # is a factor of the product alone, not of the bias.
     product = functools.reduce(lambda a, b: a + b, logit.terms)
     product = product if scale is None else product * scale
     return t.constant(1.0) / (t.exp(t.constant(0.0) - (product + logit.bias)) + 1.0)
@@ -155,14 +167,18 @@ def sigmoid(t: Threads, logit: Logit, scale: Word | None) -> Word:
 
 def inverse_rms(t: Threads, x: Ref, squares: Ref, token: Word, width: int, eps: float) -> Word:
     """1/rms of a token's x [N, E], in all threads; `squares` [4] f32 SMEM."""
+    # A thread has eight neighbours of each 1,024 numbers. A start behind the end is moved back onto the last eight,
+    # which then count nothing.
     starts = [(t.index + i * WARPGROUP) * 8 for i in range(-(-width // AT_ONCE))]
     found = [t.load8(x, token * width + t.minimum(start, width - 8)) for start in starts]
     mine = t.constant(0.0)
     for start, numbers in zip(starts, found, strict=True):
         total = functools.reduce(lambda so_far, one: t.multiply_add(one, one, so_far), numbers, t.constant(0.0))
         mine = mine + t.where(start < width, total, t.constant(0.0))
+    # Five exchanges leave the warp's sum in each of its lanes.
     for distance in (16, 8, 4, 2, 1):
         mine = mine + t.shuffle_xor(mine, distance)
+    # The four warps' sums meet in shared memory, and every thread adds them up in one order.
     t.store(squares, t.index // WARP, mine, only=t.index % WARP == 0)
     t.synchronize()
     total = functools.reduce(lambda a, b: a + b, [t.load(squares, t.constant(warp)) for warp in range(WARPS)])
@@ -173,6 +189,7 @@ def products_part(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *,
     """The first launch's blocks, whose result are `Products`."""
     (number, width), (heads, branches, _), inside = x.shape, gate.shape, interpret is not None
     together, rows, splits = together_of(number), heads * branches, width // COLUMNS
+    # A block has at most as many rows as its warps ask for at once, and all blocks have as many.
     of_block = math.gcd(rows, MAX_ROWS)
     sizes = {"number": number, "width": width, "rows": rows, "of_block": of_block, "together": together}
     multiply = functools.partial(_multiply, **sizes)
@@ -229,6 +246,7 @@ def _gated_sum(
 ) -> Float[Array, "N HD"]:
     """The second launch. A jit of its own, so that a model's layers trace and lower the kernel once."""
     (number, splits, rows), (heads, branches), inside = products.shape, bias.shape, interpret is not None
+    # x is an operand only where its norm is still to be made.
     normed = [] if eps is None else [x]
 
     def program(t: Threads, *args: Any) -> None:
