@@ -6,9 +6,10 @@ cache, the decoder and what plans memory ask it and know no kind by name, so a n
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,6 @@ from smcjax.pallas import (
 )
 from smcjax.pallas.attention.reference import sees
 from smcjax.pallas.cache.rotate_and_write import Write
-from smcjax.pallas.sparse.gates import Products
-from smcjax.pallas.sparse.write_beside_gates import write_beside_gates
 
 Plan = Any  # a pytree, or None
 Selection = Any  # what a layer's queries have chosen, for later layers to take; None: nothing
@@ -72,19 +71,12 @@ def write_pair(
 
     Returns the tokens' queries, rotated, and the layer with "keys" and "values" changed.
     """
-    q, keys, values = rotate_and_write(*_write(projection, cache, view))
+    q, keys, values = rotate_and_write(*pair_write(projection, cache, view))
     return q, {**cache, "keys": keys, "values": values}
 
 
-def write_pair_beside_gates(
-    projection: Projection, cache: LayerCache, view: BatchView, gate: Float[Array, "H branches E"]
-) -> tuple[Float[Array, "R T H D"], LayerCache, Products | None]:
-    """Returns what `write_pair` does, and products of the layer's input with `gate`, where one kernel makes both."""
-    (q, keys, values), products = write_beside_gates(projection.x, gate, _write(projection, cache, view))
-    return q, {**cache, "keys": keys, "values": values}, products
-
-
-def _write(projection: Projection, cache: LayerCache, view: BatchView) -> Write:
+def pair_write(projection: Projection, cache: LayerCache, view: BatchView) -> Write:
+    """Returns the operands by which kernels do what `write_pair` does."""
     return Write(
         projection.qkv,
         projection.cos,
@@ -112,67 +104,77 @@ class HeadShape(Protocol):
     def head_dim(self) -> int: ...
 
 
-@runtime_checkable
-class AttentionKind(Protocol):
-    """One kind of attention. Values are frozen and hashable."""
+class OwnWeight(NamedTuple):
+    """One of the weights that a layer has for its kind of attention alone. Its first axis is that of heads.
+
+    Attributes:
+        shape: its shape on one device.
+        by_query_head: whether it has a row a query head; else it has one a key-value head.
+        of_input: whether it multiplies the layer's input, [..., E], as the layer's product does.
+    """
+
+    shape: tuple[int, ...]
+    by_query_head: bool = False
+    of_input: bool = False
+
+
+class AttentionKind(abc.ABC):
+    """One kind of attention. Values are frozen and hashable.
+
+    What is not abstract has the answer of a kind with one pair of keys and values, no weights of its own, no plan and
+    no kernels.
+    """
 
     @property
     def kv_pairs(self) -> int:
         """Pairs of keys and values that a layer's product makes of a token, each of Hkv heads."""
-        ...
+        return 1
 
     @property
     def selects(self) -> bool:
         """True where queries select blocks, which layers behind may take (`BatchView.sparse`)."""
-        ...
+        return False
+
+    def own_weights(self, config: HeadShape) -> Mapping[str, OwnWeight]:
+        """Describes the weights that a layer of the kind has of its own, by name."""
+        return {}
 
     def param_shapes(self, config: HeadShape, dtype: Any) -> Weights | None:
-        """Describes the weights that a layer of the kind has of its own; None without any.
+        """Returns `own_weights` as `jax.ShapeDtypeStruct` of this dtype; None without any."""
+        own = self.own_weights(config)
+        return {name: jax.ShapeDtypeStruct(of.shape, jnp.dtype(dtype)) for name, of in own.items()} or None
 
-        Their first axis is that of heads: query heads of those that `by_query_head` names, else key-value heads.
+    def partition(self, devices: int, axis: str) -> AttentionKind:
+        """Returns the kind as each of `devices` devices computes it that divide a key-value head's queries.
+
+        They are neighbours along the mesh axis `axis`, and each has that key-value head's keys.
         """
-        ...
+        return self
 
-    @property
-    def by_query_head(self) -> Collection[str]:
-        """Names of those of a layer's own weights that have a row a query head."""
-        ...
-
-    @property
-    def of_input(self) -> Collection[str]:
-        """Names of those of a layer's own weights that multiply its input, [..., E], as its product does."""
-        ...
-
-    def shared_by(self, devices: int, axis: str) -> AttentionKind:
-        """The kind as each of `devices` devices computes it that divide a key-value head's queries among them.
-
-        They are neighbours along a mesh axis, which `shared_by` names, and each has that key-value head's keys.
-        """
-        ...
-
+    @abc.abstractmethod
     def cache(self, config: HeadShape) -> CacheSpec:
         """Names the arrays that a layer's pages hold."""
-        ...
 
+    @abc.abstractmethod
     def least_read(self, context: int, first: int = 0) -> Mapping[str, int]:
         """Counts what the last of `context` positions reads at least: entries of arrays that `cache` names.
 
         Entries written at positions before `first` are left out. An array that is not named need not be read.
         """
-        ...
 
     def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> Plan:
         """Makes what all layers of the kind need once a cycle, for steps of 1 to `columns` new tokens a row."""
-        ...
+        return None
 
     def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
         """True where a kernel reads single rows of `columns` new tokens, planned so."""
-        ...
+        return False
 
+    @abc.abstractmethod
     def dense(self, projection: Projection, positions: Int[Array, "R T"]) -> Float[Array, "R T H D"]:
         """Attends among the tokens themselves, without pages: the oracle, and what is trained."""
-        ...
 
+    @abc.abstractmethod
     def __call__(
         self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None
     ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
@@ -181,8 +183,8 @@ class AttentionKind(Protocol):
         `view.lengths` counts the slots that hold KV after this forward. `plan` is None where nothing was planned.
         The third result is what queries have chosen, or taken of a layer before: `earlier`, where that is given.
         """
-        ...
 
+    @abc.abstractmethod
     def over_tree(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None
     ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
@@ -191,26 +193,14 @@ class AttentionKind(Protocol):
         All goes by path position: a node's output is that of its path written out as a sequence. `earlier` and the
         third result are as in a call.
         """
-        ...
 
 
-class _Softmax:
+class _Softmax(AttentionKind):
     """Softmax over keys and values that pages hold as they are."""
 
     window: int | None
     scale: float | None
-    kv_pairs: ClassVar[int] = 1
-    selects: ClassVar[bool] = False
     first: ClassVar[int] = 0  # position that is seen
-
-    by_query_head: ClassVar[Collection[str]] = ()
-    of_input: ClassVar[Collection[str]] = ()
-
-    def param_shapes(self, config: HeadShape, dtype: Any) -> None:
-        return None
-
-    def shared_by(self, devices: int, axis: str) -> Self:
-        return self
 
     def _visible(self, slot: Int[Array, "*slots"], position: Int[Array, "*queries"]) -> Bool[Array, "*shape"]:
         return sees(slot, position, self.window, self.first)

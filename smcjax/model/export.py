@@ -17,7 +17,7 @@ import numpy as np
 from smcjax.matmul import is_packed, restore
 from smcjax.model.checkpoint import Stack, tensor_names
 from smcjax.model.config import ModelConfig
-from smcjax.model.families import FAMILIES, Family
+from smcjax.model.families import Family, families
 from smcjax.model.hf_config import config_from_hf
 from smcjax.model.hf_quantization import SCALE, written_int8
 from smcjax.model.params import Params, param_shapes
@@ -35,7 +35,7 @@ def written_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
     config = config.with_layers(config.layer(index) for index in range(config.num_layers))
     nearest: list[tuple[str, Any, Any]] = []
     refusal = None
-    for family in FAMILIES:
+    for family in families():
         own = family.write(config)
         if own is None:
             continue

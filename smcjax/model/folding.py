@@ -9,7 +9,7 @@ rounded anew, once, which changes a product of bfloat16 by as much as rounding i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from smcjax.matmul import is_packed
+from smcjax.model.attention import OwnWeight
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import FOLDED, Folded, LayerParams, Params, param_shapes
 from smcjax.pallas import add_rms_norm
@@ -37,7 +38,7 @@ def fold_norms(params: Params, config: ModelConfig, *, consume: bool = False) ->
     """
     multiply = jax.jit(_scaled_columns, donate_argnums=0) if consume else jax.jit(_scaled_columns)
 
-    def folded(layer: LayerParams, norm: str, matrix: str, own: Collection[str] = ()) -> LayerParams:
+    def folded(layer: LayerParams, norm: str, matrix: str, own: Mapping[str, OwnWeight] | None = None) -> LayerParams:
         weights, columns = getattr(layer, matrix), getattr(layer, norm)
         if columns is None or isinstance(columns, Folded):
             return layer
@@ -46,13 +47,13 @@ def fold_norms(params: Params, config: ModelConfig, *, consume: bool = False) ->
         changed: dict[str, Any] = {matrix: multiply(weights, columns), norm: FOLDED}
         if own:
             changed["attention"] = {
-                **layer.attention,
-                **{name: multiply(layer.attention[name], columns) for name in own},
+                name: multiply(weight, columns) if own[name].of_input else weight
+                for name, weight in layer.attention.items()
             }
         return dataclasses.replace(layer, **changed)
 
     layers = (
-        folded(layer, "attn_norm", "qkv", config.layer(index).attention.of_input)
+        folded(layer, "attn_norm", "qkv", config.layer(index).attention.own_weights(config))
         for index, layer in enumerate(params.layers)
     )
     return dataclasses.replace(params, layers=tuple(folded(layer, "mlp_norm", "gate_up") for layer in layers))

@@ -15,7 +15,7 @@ import numpy as np
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
 from smcjax.model.config import LayerSpec, ModelConfig
-from smcjax.model.families import FAMILIES
+from smcjax.model.families import Family, families
 from smcjax.model.gguf_keys import ROPE_FACTORS, GGUFKeys
 
 _EMBED, _HEAD = "token_embd.weight", "output.weight"
@@ -28,7 +28,6 @@ _ENDS = frozenset(
         *("<EOT>", "_<EOT>", "<end_of_utterance>", "<|return|>", "<|call|>"),
     )
 )
-_FAMILIES = {name: family for family in FAMILIES for name in family.gguf}
 GGUF_NAMES = {  # by part of `Params`, as in `smcjax.model.families`
     "embed": "token_embd",
     "attn_norm": "blk.{}.attn_norm",
@@ -65,7 +64,7 @@ class GGUFTensors:
         """A lazy view of one tensor: `rows(name)[begin:end]` dequantises those rows, float32."""
         order = np.arange(self.shapes[name][0])
         heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}.get(name.split(".")[-2])
-        if heads is not None and _FAMILIES[self.file.metadata["general.architecture"]].gguf_interleaves:
+        if heads is not None and _families()[self.file.metadata["general.architecture"]].gguf_interleaves:
             # [head, pair, half] in the file, [head, half, pair] here
             order = order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return _Rows(self.file, name, order)
@@ -106,12 +105,18 @@ def ends_by_name(file: GGUFFile) -> dict[str, int]:
     }
 
 
+def _families() -> dict[str, Family]:
+    """Families by the architectures of their GGUF files."""
+    return {name: family for family in families() for name in family.gguf}
+
+
 def _config(keys: GGUFKeys) -> ModelConfig:
     if keys.file.metadata.get("general.type", "model") != "model":
         raise keys.refusal("general.type", "only models are read; pass the file of the model itself")
-    family = _FAMILIES.get(keys.architecture) if isinstance(keys.architecture, str) else None
+    known = _families()
+    family = known.get(keys.architecture) if isinstance(keys.architecture, str) else None
     if family is None or family.read_gguf is None:
-        raise keys.refusal("general.architecture", f"only {', '.join(_FAMILIES)} are implemented")
+        raise keys.refusal("general.architecture", f"only {', '.join(known)} are implemented")
     tensors = keys.file.tensors
     embedding = tensors.get(_EMBED)
     if embedding is None or len(embedding.shape) != 2:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from smcjax.model.config import ModelConfig
-from smcjax.model.families import FAMILIES, Family
+from smcjax.model.families import Family, families
 from smcjax.model.hf_keys import HFKeys, refusal
 from smcjax.model.hf_quantization import Storage, storage
 
@@ -81,8 +81,8 @@ def read_config(config: Any, generation_config: Any = None) -> ReadConfig:
 
 def _family(keys: HFKeys) -> Family:
     """The family of the model class that `architectures` names, or else `model_type`; they must not disagree."""
-    by_class = {family.architecture: family for family in FAMILIES}
-    by_type = {family.model_type: family for family in FAMILIES}
+    by_class = {family.architecture: family for family in families()}
+    by_type = {family.model_type: family for family in families()}
     known = ", ".join(by_class)
     architectures, model_type = keys.raw("architectures"), keys.raw("model_type")
     if architectures is None:

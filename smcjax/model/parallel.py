@@ -7,7 +7,7 @@
 
 So a device's layer is a layer of a smaller model, which its own config describes (`TensorParallel.local`), and what
 computes layers knows nothing of other devices but for the kinds of its matrices (`TensorParallel.seen`) and attention
-(`AttentionKind.shared_by`). Each sums over devices once behind attention and once behind the MLP.
+(`AttentionKind.partition`). Each sums over devices once behind attention and once behind the MLP.
 
 Rows of qkv and gate_up lie shard by shard, each device's q, k and v together, so that one contiguous slice is a
 device's fused matrix. Of key-value heads a device has Hkv/n, or one that n/Hkv devices have alike.
@@ -87,8 +87,8 @@ def layouts(config: ModelConfig, size: int, vocabulary: bool = True) -> Params:
     def layout(path: Any, _: Any) -> Layout:
         last = path[-1]
         if isinstance(last, jax.tree_util.DictKey):  # the kind's own weights
-            by_query = last.key in config.layer(path[1].idx).attention.by_query_head
-            return Layout(0, ((config.num_heads, size),) if by_query else ((config.num_kv_heads, kv_parts),))
+            own = config.layer(path[1].idx).attention.own_weights(config)[last.key]
+            return Layout(0, ((config.num_heads, size),) if own.by_query_head else ((config.num_kv_heads, kv_parts),))
         if last.name in ("qkv", "qkv_bias"):  # queries, then the pairs' keys, then their values
             pairs = config.layer(path[1].idx).attention.kv_pairs
             return Layout(0, ((q, size), *((kv, kv_parts),) * (2 * pairs)))
@@ -144,7 +144,7 @@ def _norms_all_heads(config: ModelConfig) -> bool:
 def local_config(config: ModelConfig, size: int) -> ModelConfig:
     """The model that each of `size` devices computes, with all tokens' logits."""
     neighbours = max(1, size // config.num_kv_heads)  # that have a key-value head alike
-    attentions = (spec.attention.shared_by(neighbours, AXIS) for spec in config.layers)
+    attentions = (spec.attention.partition(neighbours, AXIS) for spec in config.layers)
     return dataclasses.replace(
         config,
         layers=tuple(

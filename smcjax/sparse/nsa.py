@@ -15,8 +15,6 @@ anew.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +24,13 @@ from jaxtyping import Array, Float, Int
 from smcjax.kv import CacheSpec, LayerCache, PageArray
 from smcjax.matmul import sum_over_neighbours
 from smcjax.model.attention import (
+    AttentionKind,
     HeadShape,
+    OwnWeight,
     Projection,
     Selection,
-    Weights,
+    pair_write,
     write_pair,
-    write_pair_beside_gates,
 )
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
@@ -40,6 +39,7 @@ from smcjax.pallas.attention.reference import sees
 from smcjax.pallas.sparse.compress import compression_shapes
 from smcjax.pallas.sparse.gates import Products
 from smcjax.pallas.sparse.grouped_attention import Part
+from smcjax.pallas.sparse.write_beside_gates import write_beside_gates
 from smcjax.plain import short
 from smcjax.sparse.births import COMPRESSED, Bearing
 from smcjax.sparse.groups import (
@@ -61,7 +61,7 @@ MOST = 1 << 20  # of each of them
 
 
 @dataclasses.dataclass(frozen=True)
-class NSA(Bearing, Routing):
+class NSA(AttentionKind, Bearing, Routing):
     """Native Sparse Attention. The defaults are the paper's; where it is silent, or public code disagrees, ours.
 
     Positions of a row's new tokens are consecutive, but for nodes of a tree. Raises ValueError for options that are
@@ -88,9 +88,6 @@ class NSA(Bearing, Routing):
     init_blocks: int = 1
     local_blocks: int = 2
     kv: str = "per_branch"
-    selects: ClassVar[bool] = True
-    by_query_head: ClassVar[Collection[str]] = ("gate", "gate_bias")
-    of_input: ClassVar[Collection[str]] = ("gate",)
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -114,15 +111,19 @@ class NSA(Bearing, Routing):
     def kv_pairs(self) -> int:
         return 1 if self.kv == "shared" else len(BRANCHES)
 
-    def param_shapes(self, config: HeadShape, dtype: Any) -> Weights:
+    @property
+    def selects(self) -> bool:
+        return True
+
+    def own_weights(self, config: HeadShape) -> dict[str, OwnWeight]:
         """Gates [H, 3, E] with a bias [H, 3], and what compresses keys and values."""
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        shapes = {
-            "gate": (heads, len(BRANCHES), config.hidden_size),
-            "gate_bias": (heads, len(BRANCHES)),
-            **compression_shapes(self.phi, kv_heads, dim, self.kernel_size),
+        heads, branches = config.num_heads, len(BRANCHES)
+        compression = compression_shapes(self.phi, config.num_kv_heads, config.head_dim, self.kernel_size)
+        return {
+            "gate": OwnWeight((heads, branches, config.hidden_size), by_query_head=True, of_input=True),
+            "gate_bias": OwnWeight((heads, branches), by_query_head=True),
+            **{name: OwnWeight(shape) for name, shape in compression.items()},
         }
-        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
 
     def cache(self, config: HeadShape) -> CacheSpec:
         token = PageArray(config.num_kv_heads, config.head_dim)
@@ -151,12 +152,6 @@ class NSA(Bearing, Routing):
         own = dict.fromkeys(("window_keys", "window_values"), window) if not shared else {}
         raw = dict.fromkeys(("keys", "values"), selected + window if shared else selected)
         return {**raw, **own, **dict.fromkeys(COMPRESSED, array.count(context) - array.count(first))}
-
-    def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> None:
-        """Nothing is planned."""
-
-    def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
-        return False
 
     def dense(self, projection: Projection, positions: Int[Array, "R T"]) -> Float[Array, "R T H D"]:
         return self.dense_branches(projection, positions).gated()
@@ -247,7 +242,9 @@ class NSA(Bearing, Routing):
         products = None
         if is_pair and gates:
             assert projection.weights is not None
-            q, cache, products = write_pair_beside_gates(projection, cache, view, projection.weights["gate"])
+            write = pair_write(projection, cache, view)
+            (q, keys, values), products = write_beside_gates(projection.x, projection.weights["gate"], write)
+            cache = {**cache, "keys": keys, "values": values}
         elif is_pair:
             q, cache = write_pair(projection, cache, view)
         else:
@@ -387,7 +384,7 @@ class NSA(Bearing, Routing):
         )
         return self.put_together(projection, routed, slc, win)
 
-    def shared_by(self, devices: int, axis: str) -> NSA:
+    def partition(self, devices: int, axis: str) -> NSA:
         """The kind where `devices` neighbours along a mesh axis divide a key-value head's query heads."""
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(NSA)}
         return self if devices == 1 else SharedNSA(**options, devices=devices, axis=axis)

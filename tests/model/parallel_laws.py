@@ -117,7 +117,7 @@ def test_heads_that_select_together_sum_their_weights_over_devices(monkeypatch: 
     config, params = model(layers=(LayerSpec(SPARSE),))
     divided, want = split_params(params, config, devices_of_host(8)), logits(config, params, TOKENS)
     assert close(logits_of(config, divided, 8), want)
-    monkeypatch.setattr(NSA, "shared_by", lambda kind, devices, axis: kind)
+    monkeypatch.setattr(NSA, "partition", lambda kind, devices, axis: kind)
     assert not close(logits_of(config, divided, 8), want)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from smcjax.kv import TRASH, CacheSpec, Copies, LayerCache, PageArray
 from smcjax.model import LayerSpec, ModelConfig, Params, Rope, logits
-from smcjax.model.attention import Full, Projection, SlidingWindow
+from smcjax.model.attention import AttentionKind, Full, HeadShape, Projection, SlidingWindow
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
 from smcjax.model.seen import by_path, grouped, scaled_scores
@@ -33,25 +33,15 @@ GEMMA = LayerSpec(SlidingWindow(5, scale=0.1), qk_norm="head", post_norms=True, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Blocks(AttentionKind):
     """A kind of another sort, all of it in this class: sees its own block's tokens and the means of earlier blocks.
 
     Its pages hold means beside keys and values; its plan is not None.
     """
 
     size: int
-    kv_pairs: ClassVar[int] = 1
-    selects: ClassVar[bool] = False
-    by_query_head: ClassVar[tuple[str, ...]] = ()
-    of_input: ClassVar[tuple[str, ...]] = ()
 
-    def param_shapes(self, config: ModelConfig, dtype: Any) -> None:
-        return None
-
-    def shared_by(self, devices: int, axis: str) -> Self:
-        return self
-
-    def cache(self, config: ModelConfig) -> CacheSpec:
+    def cache(self, config: HeadShape) -> CacheSpec:
         of_token = PageArray(config.num_kv_heads, config.head_dim)
         of_block = of_token._replace(stride=self.size, size=self.size)
         arrays = {"keys": of_token, "values": of_token, "mean_keys": of_block, "mean_values": of_block}
@@ -62,11 +52,8 @@ class Blocks:
         counts = context - max(own, first), max(0, means - first // self.size)
         return dict(zip(("keys", "values", "mean_keys", "mean_values"), np.repeat(counts, 2).tolist(), strict=True))
 
-    def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Any:
+    def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> Any:
         return {"table": view.block_table}
-
-    def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
-        return False
 
     def _visible(self, positions: Any, slots: int, blocks: int) -> Any:
         slot, block, position = jnp.arange(slots), jnp.arange(blocks), positions[:, :, None]

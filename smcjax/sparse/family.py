@@ -10,6 +10,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.families.family import Family
 from smcjax.model.families.llama import plain_keys, plain_layer
 from smcjax.model.hf_keys import HFKeys, read_layer_types, windowed, written_windows
+from smcjax.sparse.nsa import NSA
 
 _KEY = "native_sparse_attention"  # an object of the fields of `smcjax.sparse.nsa.NSA`; an absent one has its default
 # Choices that earlier files name, of which one is left.
@@ -18,13 +19,11 @@ _TYPES = (_KEY, "full_attention", "sliding_attention")  # of layers, in layer_ty
 
 
 def _read(keys: HFKeys, config: ModelConfig) -> ModelConfig:
-    from smcjax.sparse.nsa import NSA as Attention  # which imports this package in turn
-
     types = read_layer_types(keys, config.num_layers, _TYPES) or [_KEY] * config.num_layers
     inner = keys.inner(_KEY)
-    options = {field.name: inner.raw(field.name, field.default) for field in dataclasses.fields(Attention)}
+    options = {field.name: inner.raw(field.name, field.default) for field in dataclasses.fields(NSA)}
     try:
-        attention = Attention(**options)
+        attention = NSA(**options)
     except ValueError as error:
         raise ValueError(f"{_KEY} in the model's config: {error}") from None
     for name, only in {**_SETTLED, "phi": attention.phi}.items():
@@ -42,21 +41,19 @@ def _read(keys: HFKeys, config: ModelConfig) -> ModelConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any] | None:
-    from smcjax.sparse.nsa import NSA as Attention  # which imports this package in turn
-
     layer = config.layer(0)
     kinds = [config.layer(index).attention for index in range(config.num_layers)]
-    sparse = [kind for kind in kinds if isinstance(kind, Attention)]
+    sparse = [kind for kind in kinds if isinstance(kind, NSA)]
     if not sparse:
         return None
     types, window = written_windows(config)
-    types = [_KEY if isinstance(kind, Attention) else other for kind, other in zip(kinds, types, strict=True)]
+    types = [_KEY if isinstance(kind, NSA) else other for kind, other in zip(kinds, types, strict=True)]
     biases = {"attention_bias": layer.qkv_bias and layer.o_bias, "mlp_bias": layer.mlp_bias}
     mixed = {} if len(sparse) == len(kinds) else {"layer_types": types, "sliding_window": window}
     return {**plain_keys(config), **biases, **mixed, _KEY: dataclasses.asdict(sparse[0])}
 
 
-NSA = Family(
+FAMILY = Family(
     architecture="SmcjaxNSAForCausalLM",
     model_type="smcjax_nsa",
     read=_read,
