@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from smcjax.server.forms import MAX_FORMS
@@ -38,6 +39,27 @@ def test_a_schema_by_openais_own_field(client: openai.OpenAI, model: str) -> Non
     assert smc["law"] == ("given the form" if model == SMC_NAME else "locally masked")
     if model == SMC_NAME:
         assert all(one["log_evidence"] < -5 for one in smc["choices"])
+
+
+class Thing(pydantic.BaseModel):
+    """What `parse` asks for by its schema, and makes of the answer."""
+
+    a: bool
+
+
+def test_openais_parse_takes_an_answer_that_ends_at_the_cap(client: openai.OpenAI) -> None:
+    """`parse` raises where an answer is cut ("length"); one that the cap has made end is whole ("stop")."""
+    used = []
+    for most in (10, 11, 12):  # the shortest answer has ten tokens of a byte each
+        reply = client.chat.completions.parse(
+            model=EXACT_NAME, messages=MESSAGES, max_tokens=most, seed=1, response_format=Thing
+        )
+        assert isinstance(reply.choices[0].message.parsed, Thing)
+        assert reply.usage is not None
+        used.append(reply.usage.completion_tokens == most)
+    assert any(used)
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):  # control: no answer is so short
+        client.chat.completions.parse(model=EXACT_NAME, messages=MESSAGES, max_tokens=9, seed=1, response_format=Thing)
 
 
 @pytest.mark.parametrize(
