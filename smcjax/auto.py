@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, NeedsExact, Rejection
 from smcjax.decoders.smc import Selection
-from smcjax.plain import names_unknown, use_plain_numbers
+from smcjax.normalize import names_unknown, normalize_fields
 from smcjax.planner import Profile, law_of
 from smcjax.sparse.verification import SparseVerification
 
@@ -123,7 +123,7 @@ class Auto:
     sparse: SparseVerification | None = None
 
     def __post_init__(self) -> None:
-        use_plain_numbers(self)
+        normalize_fields(self)
         if not isinstance(self.evidence, bool):
             raise ValueError(f"evidence must be True or False, got {self.evidence!r}.")
         self._population()  # whose checks are those of the fields

@@ -18,7 +18,7 @@ def _of_the_largest(max_num_seqs: int) -> list[int]:
 
 def _of_one_length(runner: Runner) -> ChunkLengths:
     chunks = _chunk_lengths(runner)
-    return ChunkLengths(chunks.together, chunks.together, one_lane=False)
+    return ChunkLengths(chunks.together, chunks.together, one_slot=False)
 
 
 def _set(buckets: object, chunk_lengths: object) -> None:
@@ -27,7 +27,7 @@ def _set(buckets: object, chunk_lengths: object) -> None:
 
 @contextlib.contextmanager
 def one_size() -> Iterator[None]:
-    """Engines made within have programs for their largest batch, and for chunks of one length in all lanes, alone."""
+    """Engines made within have programs for their largest batch, and for chunks of one length in all slots, alone."""
     before = engine.buckets, Runner._chunk_lengths
     _set(_of_the_largest, _of_one_length)
     try:

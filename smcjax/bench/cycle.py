@@ -220,11 +220,11 @@ class Bench:
         self.models, self.case = models, case
         geometry = (case.max_model_len, case.page_size, case.implementation)
         decoder = make_decoder(
-            case.decoding, models.local_target, models.local_draft, *geometry, apart=models.separate_draft
+            case.decoding, models.local_target, models.local_draft, *geometry, disaggregated=models.separate_draft
         )
         params = PairParams(target_params, draft_params)
         programs = Programs(models.workspace_bytes(case.implementation))
-        self.runner = Runner(decoder, params, case.num_pages, programs, models.spread)
+        self.runner = Runner(decoder, params, case.num_pages, programs, models.sharded)
         self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
 
     def wanted(self) -> Wanted:
@@ -265,7 +265,7 @@ class Bench:
             runner.state = own_pages(runner.state, (case.context - case.private) // case.page_size)
         first = max(0, case.context - length) if case.synthetic_kv else 0
         for at in range(first, case.context, length):
-            runner.prefill(runner.program, [Chunk(lane, at, length, 0, []) for lane in range(size)])
+            runner.prefill(runner.program, [Chunk(slot, at, length, 0, []) for slot in range(size)])
 
     def _time_cycles(self) -> float:
         runner, cycles = self.runner, self.case.cycles_per_window

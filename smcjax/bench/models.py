@@ -8,7 +8,7 @@ import functools
 from smcjax.bench.shapes import ATTENTIONS, SHAPES
 from smcjax.engine.load.loading import prepared
 from smcjax.engine.run.memory import require_room_for_weights, weight_bytes
-from smcjax.engine.run.spread import Apart, Spread
+from smcjax.engine.run.sharded_programs import DisaggregatedPrograms, ShardedPrograms
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one, two_devices
 from smcjax.model.params import Params, init_params
@@ -61,7 +61,7 @@ class Models:
         return devices_of_host(self.tensor_parallel_size) if self.tensor_parallel_size > 1 else None
 
     @functools.cached_property
-    def apart(self) -> TensorParallel | None:
+    def disaggregated(self) -> TensorParallel | None:
         """The two devices of which one drafts. Raises ValueError where there are not two."""
         return two_devices("separate_draft") if self.separate_draft else None
 
@@ -71,24 +71,24 @@ class Models:
         return 2 if self.separate_draft else self.tensor_parallel_size
 
     @property
-    def spread(self) -> Spread | None:
+    def sharded(self) -> ShardedPrograms | None:
         """How programs run on several devices."""
-        if self.apart is not None:
-            return Apart(self.apart, self.target_config)
+        if self.disaggregated is not None:
+            return DisaggregatedPrograms(self.disaggregated, self.target_config)
         if self.parallel is None:
             return None
         draft = self.draft_config if self.draft_divided else None
-        return Spread(self.parallel, self.target_config, draft, by_peers=self.collectives != "xla")
+        return ShardedPrograms(self.parallel, self.target_config, draft, by_peers=self.collectives != "xla")
 
     def collectives_of(self, implementation: str) -> str | None:
         """Names how devices sum and gather: "peers", wherever these take it, or "xla"; None on one device."""
-        if self.spread is None:
+        if self.sharded is None:
             return None
-        return "peers" if self.spread.has_peers(implementation) else "xla"
+        return "peers" if self.sharded.has_peers(implementation) else "xla"
 
     def workspace_bytes(self, implementation: str) -> int:
         """Bytes of each device through which devices reach each other."""
-        return 0 if self.spread is None else self.spread.workspace_bytes(implementation)
+        return 0 if self.sharded is None else self.sharded.workspace_bytes(implementation)
 
     @property
     def local_target(self) -> ModelConfig:
@@ -130,7 +130,7 @@ class Models:
 
     def require_room(self, *, with_draft: bool) -> None:
         """Raises ValueError where there are not so many devices, or the weights alone are more than their memory."""
-        _ = self.parallel, self.apart
+        _ = self.parallel, self.disaggregated
         weights = {self.target: weight_bytes(self.held_target)}
         if with_draft:
             weights[self.draft] = weight_bytes(self.held_draft)
@@ -140,11 +140,11 @@ class Models:
     def target_params(self, implementation: str) -> Params:
         """Random weights of the target, as `LLM` keeps them for this implementation."""
         made = self._random(self.parallel, self.target_config, 0, self.quantization, implementation)
-        return made if self.apart is None else self.apart.whole(made)
+        return made if self.disaggregated is None else self.disaggregated.whole(made)
 
     def draft_params(self, implementation: str) -> Params:
         """Random weights of the draft, as `LLM` keeps them for this implementation."""
-        parallel = self.apart or self.parallel
+        parallel = self.disaggregated or self.parallel
         if parallel is not None and not self.draft_divided:
             return parallel.whole(self._random(None, self.draft_config, 1, self.draft_quantization, implementation))
         by_layers = None if parallel is None else parallel.by_layers

@@ -89,7 +89,7 @@ def build_engine(models: Models, load: Load) -> Engine:
     draft_params = models.draft_params(load.implementation) if load.decoding.drafts else None
     params = PairParams(models.target_params(load.implementation), draft_params)
     programs = Programs(models.workspace_bytes(load.implementation))
-    runner = Runner(decoder, params, pages, programs, models.spread)
+    runner = Runner(decoder, params, pages, programs, models.sharded)
     return Engine(
         runner,
         max_num_seqs=load.max_num_seqs,

@@ -25,7 +25,7 @@ from smcjax.cli.stdin import read_file, read_stdin
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.errors import ExtraMissing
 from smcjax.files import MIB
-from smcjax.plain import did_you_mean, is_unicode, short
+from smcjax.normalize import did_you_mean, is_unicode, short
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM

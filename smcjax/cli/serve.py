@@ -22,7 +22,7 @@ from smcjax.decoders import DECODINGS, Decoding
 from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.errors import extra_missing
 from smcjax.files import MIB
-from smcjax.plain import short
+from smcjax.normalize import short
 
 KEY_VARIABLE = "SMCJAX_API_KEY"
 SHORTEST_KEY = 8

@@ -6,7 +6,7 @@ import dataclasses
 
 from smcjax.checks import check_sparse
 from smcjax.decoders.base import Decoding, Speculation, in_words
-from smcjax.plain import names_unknown
+from smcjax.normalize import names_unknown
 from smcjax.sparse.verification import SparseVerification
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse
 from smcjax.decoders.base import COLDEST, Decoding, Drafting, Speculation, in_words
-from smcjax.plain import names_unknown, plain_numbers, use_plain_numbers
+from smcjax.normalize import names_unknown, normalize_fields, normalize_numbers
 from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import ORDERS, DraftTree, Order
 
@@ -53,7 +53,7 @@ class Rejection(Decoding):
     sparse: SparseVerification | None = None
 
     def __post_init__(self) -> None:
-        use_plain_numbers(self)
+        normalize_fields(self)
         if self.tree is None and self.gamma is None:
             object.__setattr__(self, "gamma", 4)
         if self.tree is not None:
@@ -70,7 +70,7 @@ class Rejection(Decoding):
 
     def _set_tree(self) -> None:
         """Keeps the tree as a tuple and its depth as `gamma`, refusing what contradicts it."""
-        tree = plain_numbers(self.tree)
+        tree = normalize_numbers(self.tree)
         depth = DraftTree.of(tree).depth
         object.__setattr__(self, "tree", tree)
         if self.gamma not in (None, depth) or isinstance(self.gamma, bool):

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
 from smcjax.decoders.base import COLDEST, Decoding, Drafting, NeedsExact, Speculation, in_words
 from smcjax.decoders.parts import Acceptance, Ending, Potential, Resampler
-from smcjax.plain import names_unknown, short, use_plain_numbers
+from smcjax.normalize import names_unknown, normalize_fields, short
 from smcjax.sparse.verification import SparseVerification
 
 Scheme = Literal["systematic", "stratified", "multinomial", "residual"]  # of resampling
@@ -97,7 +97,7 @@ class SMC(Decoding):
     resampler: InitVar[Resampler | None] = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self, acceptance: object, ending: object, resampler: object) -> None:
-        use_plain_numbers(self)
+        normalize_fields(self)
         self._take_part("acceptance", acceptance, Acceptance, "control")
         self._take_part("ending", ending, Ending, "early_end")
         self._take_part("resampler", resampler, Resampler, "resampling")
@@ -252,7 +252,7 @@ class SMC(Decoding):
         """Refuses requests at temperature 0 or near it, sharpened beyond float32, or ended by text at α ≠ 1.
 
         Refuses truncation, penalties and biases at any temperature.
-        Strings that name special tokens have become token ids before (`smcjax.engine.requests.requests.told_apart`).
+        Strings that name special tokens have become token ids before (`smcjax.engine.requests.requests.split_stops`).
         """
         if params.temperature == 0:
             raise NeedsExact(

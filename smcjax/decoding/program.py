@@ -49,8 +49,8 @@ class Program[D: Decoding]:
             `Requests.adjustments`. "grammar": the forms of answers, `Memory.automata`.
             "logprobs": the `Scores` of new tokens in reports (`smcjax.decoding.scores`); "prompt_logprobs": those of
             the prompt's tokens.
-        apart: the mesh axis of two devices, of which one drafts and the other scores at the same time, where the
-            decoder does not need one for the other (`SMC(pipelined=True)`); None: one device does both.
+        disaggregated_axis: the mesh axis of two devices, one of which drafts while the other scores. Only a decoder
+            whose drafts do not wait for scores can do so (`SMC(pipelined=True)`). None: each device does both.
 
     Raises ValueError for a draft or a target that does not suit the decoder, or the draft not the target.
     """
@@ -62,7 +62,7 @@ class Program[D: Decoding]:
     page_size: int = 16
     implementation: str = "auto"
     features: frozenset[Feature] = frozenset()
-    apart: str | None = None
+    disaggregated_axis: str | None = None
 
     def __post_init__(self) -> None:
         if self.proposer is not None:

@@ -28,7 +28,7 @@ from smcjax.engine.requests.requests import Prompt, Request, params_for_each
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.engine.results.outputs import StreamChunk
 from smcjax.errors import QueueFull, RequestsLost
-from smcjax.plain import short
+from smcjax.normalize import short
 
 
 class AsyncLLM:

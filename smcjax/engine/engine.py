@@ -266,7 +266,7 @@ class Engine:
             self._preempted[group.request.request_id] = running
             running.preemptions += 1
             self.totals["preemptions"] += 1
-            self._report("population", runner.leave(group.lane), {})
+            self._report("population", runner.leave(group.slot), {})
         if schedule.idle:
             return
         program, refusal = self._ready_program(schedule)
@@ -275,20 +275,20 @@ class Engine:
         if schedule.evicted:
             runner.evict(schedule.evicted)
         if schedule.joining:
-            requests = {group.lane: group.request for group in schedule.joining}
+            requests = {group.slot: group.request for group in schedule.joining}
             geometry = {"max_model_len": program.max_model_len, "vocab_size": program.target.vocab_size}
-            cached = {group.lane: group.slots for group in schedule.joining}
+            cached = {group.slot: group.cache_slots for group in schedule.joining}
             runner.join(make_batch(requests, schedule.size, **geometry), cached)
             for group in schedule.joining:
                 self._running[group.request.request_id] = self._admitted(group)
         if "grammar" in program.features:
-            runner.constrain({group.lane: group.request for group in self._scheduler.groups})
+            runner.constrain({group.slot: group.request for group in self._scheduler.groups})
         if schedule.prefill:
             stored = defaultdict[int, list[tuple[int, int]]](list)
-            for group, page, slot in schedule.stored:
-                stored[group.lane].append((page, slot))
+            for group, page, cache_slot in schedule.stored:
+                stored[group.slot].append((page, cache_slot))
             for readings in schedule.prefill:
-                chunks = [Chunk(g.lane, at, length, g.cached, stored[g.lane]) for g, at, length in readings]
+                chunks = [Chunk(g.slot, at, length, g.cached, stored[g.slot]) for g, at, length in readings]
                 first = runner.prefill(program, chunks)
                 groups = {i: reading.group for i, reading in enumerate(readings)}
                 if "prompt_logprobs" in program.features:
@@ -297,7 +297,7 @@ class Engine:
                 first = dataclasses.replace(first, prompt=None)
                 self._report("first", (first, None), {i: g for i, g in groups.items() if g.started})
         if schedule.cycle:
-            started = {g.lane: g for g in self._scheduler.groups if g.started}
+            started = {g.slot: g for g in self._scheduler.groups if g.started}
             reading = self._reading(schedule.size, started.values())
             self._report("cycle", runner.step(program, reading), started)
             self.batch_cycles[reading] += 1
@@ -318,12 +318,12 @@ class Engine:
                 return dataclasses.replace(program, features=found), None
         return self._choice.ready(program, schedule.size, features, self._compile)
 
-    def _reading(self, lanes: int, started: Collection[Group]) -> Decoding:
+    def _reading(self, slots: int, started: Collection[Group]) -> Decoding:
         """The decoder as it reads a sparse target's blocks in the next cycle."""
         if self._switch is None:
             return self._decoder.decoding
         lengths = [self._running[group.request.request_id].known_length for group in started]
-        return self._switch.choose(lanes, statistics.fmean(lengths))
+        return self._switch.choose(slots, statistics.fmean(lengths))
 
     def _features(self, request: Request) -> set[Feature]:
         return features_of(request, streams=request.request_id in self._streams, ragged=self._decoder.ragged)
@@ -427,9 +427,9 @@ class Engine:
         self._reported.append(_Reported(self._round, kind, value, whose, marked))
 
     def _leave(self, running: Running) -> None:
-        """Frees a group's lane and pages, and sends for its population."""
+        """Frees a group's slot and pages, and sends for its population."""
         running.times.ended = self._clock.at()
-        self._report("population", self.runner.leave(running.group.lane), {0: running.group})
+        self._report("population", self.runner.leave(running.group.slot), {0: running.group})
         del self._running[running.group.request.request_id]
 
     # Collect.

@@ -28,7 +28,6 @@ from smcjax.engine.arguments import (
     compiles_at_start,
 )
 from smcjax.engine.engine import Engine
-from smcjax.engine.intake import Intake
 from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.loading import (
     DECODERS,
@@ -41,11 +40,12 @@ from smcjax.engine.load.loading import (
     scores_bytes,
 )
 from smcjax.engine.load.planned import Planned
+from smcjax.engine.prepare_request import RequestPreparer
 from smcjax.engine.request_handle import Chunks, RequestHandle
 from smcjax.engine.requests.requests import (
     Prompt,
     Request,
-    listed,
+    as_list,
     params_for_each,
 )
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
@@ -59,7 +59,7 @@ from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
 from smcjax.model.quantize import check_quantization
-from smcjax.plain import names_unknown, short
+from smcjax.normalize import names_unknown, short
 from smcjax.structured.automaton import Automata
 
 logger = logging.getLogger("smcjax")
@@ -286,7 +286,7 @@ class LLM:
             self.models: Models = models_for(self.decoding, share.models, checked_size)
         else:
             parallel = devices_of_host(tensor_parallel_size) if tensor_parallel_size > 1 else None
-            apart = two_devices("separate_draft") if separate_draft else None
+            disaggregated = two_devices("separate_draft") if separate_draft else None
             self.models = load_models(
                 model,
                 draft_model,
@@ -306,7 +306,7 @@ class LLM:
             )
         try:
             if share is None:
-                loaded = dataclasses.replace(self.models, apart=apart)
+                loaded = dataclasses.replace(self.models, disaggregated=disaggregated)
                 self.models = prepared_models(loaded, quantization, draft_quantization, implementation)
             if self._planned is None:
                 self.decoding = default_sparse_mode(self.decoding, self.models, page_size, implementation)
@@ -317,7 +317,7 @@ class LLM:
             self.page_size = usual if page_size is None else page_size
             self._footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
-            automata = None if share is None else share._intake.automata
+            automata = None if share is None else share._preparer.automata
             self._set_up(
                 max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission, seed, automata
             )
@@ -347,11 +347,15 @@ class LLM:
             logger.warning("No file of the model names a token that ends an answer: answers end at max_tokens.")
         geometry = (longest, self.page_size, self._implementation)
         decoder = make_decoder(
-            self.decoding, models.local_target, models.local_proposer, *geometry, apart=models.apart is not None
+            self.decoding,
+            models.local_target,
+            models.local_proposer,
+            *geometry,
+            disaggregated=models.disaggregated is not None,
         )
-        workspace = 0 if models.spread is None else models.spread.workspace_bytes(decoder.implementation)
+        workspace = 0 if models.sharded is None else models.sharded.workspace_bytes(decoder.implementation)
         self.num_pages = self._num_pages(decoder.page_bytes, workspace, num_pages, gpu_memory_utilization)
-        self._intake: Intake = Intake(
+        self._preparer: RequestPreparer = RequestPreparer(
             decoder,
             tokenizer=self.tokenizer,
             eos_token_ids=models.eos_token_ids,
@@ -361,7 +365,7 @@ class LLM:
             automata=automata,
         )
         params = PairParams(models.target_params, models.draft_params)
-        runner = Runner(decoder, params, self.num_pages, Programs(workspace), models.spread, self._readings)
+        runner = Runner(decoder, params, self.num_pages, Programs(workspace), models.sharded, self._readings)
         self._engine = Engine(
             runner,
             max_num_seqs=self.max_num_seqs,
@@ -418,10 +422,10 @@ class LLM:
         `sampling_params` is one for all or one a prompt. A request that cannot run raises ValueError naming its index
         before anything runs; one that fails while running ends with finish_reason "error" and costs no other anything.
         """
-        checked = listed(prompts)
+        checked = as_list(prompts)
         each = params_for_each(sampling_params, len(checked))
         by = [self._answering(one) for one in each]
-        requests = self._intake.requests(checked, each, [llm._intake for llm in by])
+        requests = self._preparer.requests(checked, each, [llm._preparer for llm in by])
         outputs: dict[str, RequestOutput] = {}
         for llm in dict.fromkeys(by):
             own = [request for request, its in zip(requests, by, strict=True) if its is llm]
@@ -533,7 +537,7 @@ class LLM:
 
     def _choices(self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int | None]) -> list[Request]:
         """Likewise one for each of `seeds`, which stand in place of the parameters' own."""
-        return self._intake.choices(prompt, params, seeds, self._answering(params)._intake)
+        return self._preparer.choices(prompt, params, seeds, self._answering(params)._preparer)
 
     def _answering(self, params: SamplingParams) -> LLM:
         """The LLM on these models that answers a request: this one, or where no decoder was named an exact one."""
@@ -570,17 +574,17 @@ class LLM:
 
         Neither this nor a request with such parameters waits for a compilation.
         """
-        return self._intake.has_prepared(params)
+        return self._preparer.has_prepared(params)
 
     def prepare(self, params: SamplingParams) -> None:
         """Makes the automaton of the form that a request asks for, which may take seconds, if it asks for one.
 
         Raises ValueError where there is none. Any thread may call this before others have to wait for it.
         """
-        self._intake.prepare(params)
+        self._preparer.prepare(params)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        """Answers all `requests`, at once as far as lanes and memory allow."""
+        """Answers all `requests`, at once as far as slots and memory allow."""
         from tqdm import tqdm  # a tenth of what the package takes to be imported
 
         ids = [request.request_id for request in requests]

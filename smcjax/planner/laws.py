@@ -17,7 +17,7 @@ import dataclasses
 from typing import Any
 
 from smcjax.decoders import DECODINGS, SMC, Decoding
-from smcjax.plain import short
+from smcjax.normalize import short
 from smcjax.sparse.verification import SparseVerification
 
 EXACT = "exact"

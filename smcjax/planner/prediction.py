@@ -1,9 +1,9 @@
 """Tokens a second of each strategy at a load and a context, from a profile.
 
-    tokens/s = lanes · E · 1000 / T(lanes, context)
+    tokens/s = slots · E · 1000 / T(slots, context)
 
-T   milliseconds a cycle. A cycle runs all lanes of the batch, occupied or not, so time goes by lanes; the engine's
-    batches are of 1, 2, 4 … requests, which a profile measures. Between measured points log T is linear in log lanes
+T   milliseconds a cycle. A cycle runs all slots of the batch, occupied or not, so time goes by slots; the engine's
+    batches are of 1, 2, 4 … requests, which a profile measures. Between measured points log T is linear in log slots
     and in log context; beyond them the nearest one's T holds, of all strategies alike.
 E   tokens a cycle of one request, as counted on the profile's prompts.
 """
@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from smcjax.decoders import Decoding
 from smcjax.planner.profile import Profile
 
-Place = tuple[int, float]  # lanes of a batch, and the mean context of its requests
+Place = tuple[int, float]  # slots of a batch, and the mean context of its requests
 
 
 class Planner:
@@ -35,11 +35,11 @@ class Planner:
         """The strategies of a law class, in the profile's order."""
         return [one.decoding for one in self.profile.strategies if one.law == law]
 
-    def cycle_ms(self, decoding: Decoding, lanes: int, context: float) -> float:
+    def cycle_ms(self, decoding: Decoding, slots: int, context: float) -> float:
         """T, milliseconds a cycle."""
         times = self._times[decoding]
         (low, high, share), (near, far, part) = (
-            _place(self.profile.loads, lanes),
+            _place(self.profile.loads, slots),
             _place(self.profile.contexts, context),
         )
         at_near = times[low, near] * (1 - share) + times[high, near] * share
@@ -50,9 +50,9 @@ class Planner:
         """E, tokens of one request in a cycle."""
         return self._tokens[decoding]
 
-    def tokens_per_second(self, decoding: Decoding, lanes: int, context: float) -> float:
-        """Tokens a second of as many requests as lanes."""
-        return 1e3 * lanes * self.tokens_per_cycle(decoding) / self.cycle_ms(decoding, lanes, context)
+    def tokens_per_second(self, decoding: Decoding, slots: int, context: float) -> float:
+        """Tokens a second of as many requests as slots."""
+        return 1e3 * slots * self.tokens_per_cycle(decoding) / self.cycle_ms(decoding, slots, context)
 
     def best(self, among: Sequence[Decoding], places: Collection[Place]) -> Decoding:
         """The strategy that is nearest to the fastest one in the mean over places; of equal ones the first.

@@ -5,7 +5,7 @@
                      "cells": [{"requests", "context", "ms", "windows": [w]}, …]}, …],
      "left_out": [{"strategy", "why"}, …]}
 
-`requests` are running ones, and so the lanes of the batch; `context` is tokens of prompt and answer of each; `ms` is
+`requests` are running ones, and so the slots of the batch; `context` is tokens of prompt and answer of each; `ms` is
 the median of windows, in milliseconds a cycle, through the engine (with `--clock cpu` of all cores, summed). `reached`
 are the fractions of cycles whose accepted drafts reach positions 1 … K, `prompts` the mean tokens a cycle on each
 prompt. `model` and `draft` are fingerprints of the models as they were kept on the device. Every strategy has been
@@ -25,7 +25,7 @@ from typing import Any
 
 from smcjax.decoders import Decoding
 from smcjax.files import MIB, Unreadable, read_json
-from smcjax.plain import short
+from smcjax.normalize import short
 from smcjax.planner.laws import as_json, from_json, law_of
 
 FORMAT = 1

@@ -2,7 +2,7 @@
 
 Readings are decoders that give the same tokens (`smcjax.planner.laws.same_tokens`), so their cycles differ in time
 alone, and acceptance is no question. A cycle is read by the reading that a profile predicts to be fastest for the
-batch's lanes and mean context, if it is faster than the present one by a margin and some cycles have passed since the
+batch's slots and mean context, if it is faster than the present one by a margin and some cycles have passed since the
 last change; otherwise by the present one.
 """
 
@@ -56,9 +56,9 @@ class Switch:
         self._present: Decoding | None = None  # of the last cycle
         self._since = 0  # cycles since the last change
 
-    def choose(self, lanes: int, context: float) -> Decoding:
-        """The reading of the next cycle, of a batch of so many lanes and requests of `context` tokens in the mean."""
-        times = {one: self._planner.cycle_ms(one, lanes, context) for one in self.readings}
+    def choose(self, slots: int, context: float) -> Decoding:
+        """The reading of the next cycle, of a batch of so many slots and requests of `context` tokens in the mean."""
+        times = {one: self._planner.cycle_ms(one, slots, context) for one in self.readings}
         best = min(self.readings, key=times.__getitem__)
         if self._present is None:
             self._present = best

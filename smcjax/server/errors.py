@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from smcjax.errors import QueueFull
-from smcjax.plain import short
+from smcjax.normalize import short
 
 logger = logging.getLogger("smcjax")
 

@@ -16,7 +16,7 @@ from smcjax.decoders import SMC, Decoding, Rejection
 from smcjax.engine.arguments import compiles_at_start
 from smcjax.engine.async_llm import AsyncLLM
 from smcjax.engine.requests.sampling_params import SamplingParams
-from smcjax.plain import short
+from smcjax.normalize import short
 from smcjax.planner import Profile
 from smcjax.planner.laws import as_json
 from smcjax.server.errors import APIError

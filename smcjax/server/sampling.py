@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
-from smcjax.plain import short
+from smcjax.normalize import short
 from smcjax.server.errors import APIError
 from smcjax.server.schemas import Ask, ChatAsk, CompletionAsk
 

@@ -8,9 +8,9 @@ A row in flight has committed tokens and behind them a *pending* block of K draf
     resamples rows together with their pending blocks
 
 Drafts and scores need nothing of each other, so two devices can compute them at the same time
-(`smcjax.decoding.apart`). Weights decide about a block one cycle later than they would otherwise: copies of a row share
-the pending block and part behind it. The law is unbiased all the same: the block is drawn from q behind its row
-whichever cycle weighs it, and resampling by the weights of the committed tokens keeps expectations of whatever the
+(`smcjax.decoding.disaggregation`). Weights decide about a block one cycle later than they would otherwise: copies of a
+row share the pending block and part behind it. The law is unbiased all the same: the block is drawn from q behind its
+row whichever cycle weighs it, and resampling by the weights of the committed tokens keeps expectations of whatever the
 rows carry with them. No bonus token is drawn: the draft has gone on before the target could say it.
 
 Pending tokens and their log q stand where the row's next tokens and log p will, `Sequences.tokens` and `.logprobs`
@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smcjax.decoding.apart import Part, run_parts
 from smcjax.decoding.constraints import row_constraint
 from smcjax.decoding.cycle_view import reserve
+from smcjax.decoding.disaggregation import Part, run_disaggregated
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.proposer import Drafts
@@ -112,8 +112,8 @@ def draft_and_score(
         logprobs = logprob_at(logits, pending.tokens)
         return groups.memory.target, (logprobs, scores(logits, logprobs) if "logprobs" in program.features else None)
 
-    (draft, drafts), (target, (logprobs, of_block)) = run_parts(
-        Part(drafting, state.memory.draft), Part(scoring, state.memory.target), apart=program.apart
+    (draft, drafts), (target, (logprobs, of_block)) = run_disaggregated(
+        Part(drafting, state.memory.draft), Part(scoring, state.memory.target), axis=program.disaggregated_axis
     )
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=target, draft=draft))
     increments = draft_increment(smc.power, logprobs, pending.logprobs)

@@ -34,13 +34,14 @@ from smcjax.model.attention import (
 )
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
+from smcjax.normalize import short
 from smcjax.pallas import copy_pages
 from smcjax.pallas.attention.reference import sees
 from smcjax.pallas.sparse.compress import compression_shapes
 from smcjax.pallas.sparse.gates import Products
 from smcjax.pallas.sparse.grouped_attention import Part
 from smcjax.pallas.sparse.write_beside_gates import write_beside_gates
-from smcjax.plain import short
+from smcjax.normalize import short
 from smcjax.sparse.births import COMPRESSED, Bearing
 from smcjax.sparse.groups import (
     Chosen,

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, Literal, get_args
 
-from smcjax.plain import names_unknown, plain_numbers, short, use_plain_numbers
+from smcjax.normalize import names_unknown, normalize_fields, normalize_numbers, short
 from smcjax.trees import ORDERS, Order
 
 Mode = Literal["per_query", "merged", "shared", "shared_forced"]
@@ -49,7 +49,7 @@ class SparseVerification:
     schedule: int | tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
-        use_plain_numbers(self)
+        normalize_fields(self)
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}.")
         if self.order not in ORDERS:
@@ -69,7 +69,7 @@ class SparseVerification:
         """Keeps a schedule of flags as a tuple of bools."""
         if self.schedule is None or _is_whole(self.schedule, 1, 1 << 20):
             return
-        flags = plain_numbers(self.schedule)
+        flags = normalize_numbers(self.schedule)
         if not (isinstance(flags, tuple) and flags and all(isinstance(flag, bool) for flag in flags)):
             raise ValueError(
                 "schedule must be a spacing of at least 1, or True or False for each sparse layer, as "

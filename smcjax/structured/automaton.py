@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 
 from smcjax.errors import ExtraMissing, extra_missing
-from smcjax.plain import short
+from smcjax.normalize import short
 from smcjax.structured.response_format import Expression
 from smcjax.structured.token_bytes import token_bytes
 from smcjax.tokenizer.tokenizer import Tokenizer

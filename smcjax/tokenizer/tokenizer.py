@@ -14,7 +14,7 @@ from typing import Any, SupportsInt
 
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
-from smcjax.plain import short
+from smcjax.normalize import short
 from smcjax.tokenizer.chat_template import RENDERER, plain_messages
 from smcjax.tokenizer.files import load_tokenizer
 

@@ -14,7 +14,7 @@ import pytest
 
 from smcjax.bench.shapes import SHAPES
 from smcjax.engine.load.loading import load_models
-from smcjax.engine.run.spread import Spread
+from smcjax.engine.run.sharded_programs import ShardedPrograms
 from smcjax.model.config import LayerSpec
 from smcjax.model.parallel import bytes_on_one, devices_of_host
 from tests.checkpoints import write_model
@@ -24,9 +24,9 @@ DRAFT = SHAPES["llama-3.2-1b"]
 
 
 def test_two_devices_divide_what_the_persistent_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    two, four = (Spread(devices_of_host(size), SHAPES["llama-3.1-8b"]) for size in (2, 4))
+    two, four = (ShardedPrograms(devices_of_host(size), SHAPES["llama-3.1-8b"]) for size in (2, 4))
     assert not two.divides(DRAFT, "bfloat16", "auto"), "a CPU has no peers"
-    monkeypatch.setattr(Spread, "has_peers", lambda spread, implementation: implementation == "auto")
+    monkeypatch.setattr(ShardedPrograms, "has_peers", lambda sharded, implementation: implementation == "auto")
     assert two.divides(DRAFT, "bfloat16", "auto")
     assert not two.divides(DRAFT, "bfloat16", "xla"), "no kernels"
     assert not two.divides(DRAFT, "float32", "auto"), "plain layers"
@@ -50,7 +50,9 @@ def test_a_draft_is_loaded_as_was_chosen(
 ) -> None:
     """An argument goes before the choice; of int8 matrices the persistent step sums nothing over devices."""
     pair = [write_model(tmp_path / name, 272, seed, **TARGET_SHAPE) for seed, name in enumerate(("target", "draft"))]
-    monkeypatch.setattr(Spread, "divides", lambda spread, draft, dtype, implementation: implementation == "auto")
+    monkeypatch.setattr(
+        ShardedPrograms, "divides", lambda sharded, draft, dtype, implementation: implementation == "auto"
+    )
     models = load_models(*pair, needs_draft=True, dtype="float32", parallel=devices_of_host(2), **given)
     assert models.draft_divided is divided
     layers = models.draft_params.layers  # of the draft, whose embedding and LM head each device has whole

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import smcjax.engine.run.spread as spread_module
+import smcjax.engine.run.sharded_programs as sharded_programs
 import smcjax.matmul
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.bench.cycle import Bench, Case, Rates, budget_of
@@ -30,7 +30,7 @@ from smcjax.decoding.groups import PairParams
 from smcjax.engine.load import loading
 from smcjax.engine.run.programs import Programs
 from smcjax.engine.run.runner import Runner
-from smcjax.engine.run.spread import Spread
+from smcjax.engine.run.sharded_programs import ShardedPrograms
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.kv import TRASH
 from smcjax.model.config import LayerSpec
@@ -300,9 +300,9 @@ def lowered_for_cuda(draft_divided: bool) -> Any:
     of_draft = parallel.local(seal.DRAFT) if draft_divided else seal.DRAFT
     smc = seal.PUBLISHED
     decoder = loading.make_decoder(smc, parallel.local(seal.TARGET), of_draft, 1280, implementation="mosaic")
-    spread = Spread(parallel, seal.TARGET, seal.DRAFT if draft_divided else None)
+    sharded = ShardedPrograms(parallel, seal.TARGET, seal.DRAFT if draft_divided else None)
     params = PairParams(target, draft, Peers(addresses, 2))
-    job = Runner(decoder, params, seal.PAGES, Programs(), spread).jobs(1, decoder)[decoder, 1, "step"]
+    job = Runner(decoder, params, seal.PAGES, Programs(), sharded).jobs(1, decoder)[decoder, 1, "step"]
     return jax.jit(job.function, donate_argnums=job.donate).trace(*job.arguments).lower(lowering_platforms=("cuda",))
 
 
@@ -361,14 +361,14 @@ def test_programs_have_peers_in_every_sum_and_gather(
 
     launched: list[Any] = []
 
-    def launch(spread: Spread, program: Any, *arguments: Any) -> Any:
+    def launch(sharded: ShardedPrograms, program: Any, *arguments: Any) -> Any:
         launched.append(program)
-        return right(spread, program, *arguments)
+        return right(sharded, program, *arguments)
 
-    right = Spread.launch
-    monkeypatch.setattr(Spread, "launch", launch)
-    monkeypatch.setattr(Spread, "has_peers", lambda spread, implementation: implementation == "auto")
-    monkeypatch.setattr(spread_module, "Workspaces", Spaces)
+    right = ShardedPrograms.launch
+    monkeypatch.setattr(ShardedPrograms, "launch", launch)
+    monkeypatch.setattr(ShardedPrograms, "has_peers", lambda sharded, implementation: implementation == "auto")
+    monkeypatch.setattr(sharded_programs, "Workspaces", Spaces)
     monkeypatch.setattr(smcjax.matmul, "_sum_over", lambda axis, x, peers, add_to=None: peers.sum(x, add_to))
     monkeypatch.setattr(smcjax.matmul, "_gather_over", lambda axis, x, peers: peers.gather(x))
     with caplog.at_level("INFO", "smcjax"):
@@ -386,26 +386,26 @@ def test_programs_have_peers_in_every_sum_and_gather(
 
 def test_devices_get_programs_of_several_threads_in_one_order(pressed: LLM) -> None:
     """A program that is launched while another is goes to all devices behind it."""
-    spread, order = pressed.models.spread, list[str]()
-    assert spread is not None
-    other = threading.Thread(target=spread.launch, args=(order.append, "second"))
+    sharded, order = pressed.models.sharded, list[str]()
+    assert sharded is not None
+    other = threading.Thread(target=sharded.launch, args=(order.append, "second"))
 
     def first(name: str) -> None:
-        for device in range(spread.parallel.size):
+        for device in range(sharded.parallel.size):
             order.append(f"{name} on {device}")
             if device == 0:
                 other.start()
-                assert spread_module._launching.locked()
+                assert sharded_programs._launching.locked()
 
-    spread.launch(first, "first")
+    sharded.launch(first, "first")
     other.join()
-    assert order == [*(f"first on {device}" for device in range(spread.parallel.size)), "second"]
+    assert order == [*(f"first on {device}" for device in range(sharded.parallel.size)), "second"]
 
 
 def test_a_benchmark_says_how_devices_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread_module, "supports_peers", lambda size: True)
-    monkeypatch.setattr(spread_module, "reach_each_other", lambda devices: len(devices) == 2)
-    spread_module._reach_each_other.cache_clear()
+    monkeypatch.setattr(sharded_programs, "supports_peers", lambda size: True)
+    monkeypatch.setattr(sharded_programs, "reach_each_other", lambda devices: len(devices) == 2)
+    sharded_programs._reach_each_other.cache_clear()
     two = Models("tiny-target", "tiny-draft", tensor_parallel_size=2)
     four, by_xla = (
         dataclasses.replace(two, **change) for change in ({"tensor_parallel_size": 4}, {"collectives": "xla"})
@@ -417,7 +417,7 @@ def test_a_benchmark_says_how_devices_sum(monkeypatch: pytest.MonkeyPatch) -> No
         assert {by_xla.collectives_of("auto"), four.collectives_of("auto")} == {"xla"}, "four do not reach each other"
         assert four.workspace_bytes("auto") == 0
     finally:
-        spread_module._reach_each_other.cache_clear()
+        sharded_programs._reach_each_other.cache_clear()
 
 
 def test_a_benchmark_counts_what_each_device_holds_and_reads() -> None:

@@ -18,7 +18,7 @@ import pytest
 from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.bench.cycle import Bench, Case, Rates
 from smcjax.bench.models import Models
-from smcjax.decoding import apart
+from smcjax.decoding import disaggregation
 from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from tests.checkpoints import write_model
@@ -96,7 +96,7 @@ def shards(params: Any) -> list[Any]:
 def test_control_devices_must_be_told(pair: tuple[str, str], two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word of the results devices would go apart."""
     want = asked(two)
-    monkeypatch.setattr(apart, "_told", lambda results, axis: results)
+    monkeypatch.setattr(disaggregation, "_sum_over_devices", lambda results, axis: results)
     with of(pair, separate_draft=True) as deaf:
         assert asked(deaf) != want
         with pytest.raises(AssertionError):

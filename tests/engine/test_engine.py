@@ -28,7 +28,7 @@ TIGHT = 25  # pages: two of the largest requests
 
 @pytest.fixture(scope="module")
 def tight(pair: Pair) -> Iterator[LLM]:
-    """Four lanes and memory for two of the largest requests; chunks of prefill as short as a page."""
+    """Four slots and memory for two of the largest requests; chunks of prefill as short as a page."""
     with smc_llm(pair, num_pages=1 + TIGHT, smc={"trace": False}) as llm:
         llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 16)
         yield llm
@@ -63,7 +63,7 @@ def add(llm: LLM, number: int) -> str:
 
 
 def sound(engine: Engine, others: Sequence[int] | jax.Array = ()) -> None:
-    """Counts of pages are those of tables and cache slots, lanes without a group hold none, and the host knows.
+    """Counts of pages are those of tables and cache slots, slots without a group hold none, and the host knows.
 
     `others` are pages that the test itself has taken.
     """
@@ -73,9 +73,9 @@ def sound(engine: Engine, others: Sequence[int] | jax.Array = ()) -> None:
     table, cached = np.asarray(state.sequences.block_table), np.asarray(engine.runner.cached)
     assert_pages_sound(np.concatenate([table.ravel(), cached, np.asarray(others, np.int32)]), state.memory.pool)
     assert np.flatnonzero(cached).tolist() == sorted(engine._scheduler.cache._slots.values())
-    taken = {group.lane for group in engine._scheduler.groups}
-    by_lane = table.reshape(engine.runner.size, -1)
-    assert all(not by_lane[lane].any() for lane in set(range(engine.runner.size)) - taken)
+    taken = {group.slot for group in engine._scheduler.groups}
+    by_slot = table.reshape(engine.runner.size, -1)
+    assert all(not by_slot[slot].any() for slot in set(range(engine.runner.size)) - taken)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_ten_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]
 def test_few_prompts_do_not_take_as_long_as_many(
     llm: LLM, arriving: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program for one lane reads one prompt that arrives at four lanes; the program for all lanes reads two."""
+    """The program for one slot reads one prompt that arrives at four slots; the program for all slots reads two."""
     engine = llm.engine
     read: list[int] = []
     prefill = engine.runner.prefill

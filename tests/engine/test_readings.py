@@ -99,7 +99,7 @@ class Scripted(Switch):
     rng = random.Random(7)
     left = 0
 
-    def choose(self, lanes: int, context: float) -> Decoding:
+    def choose(self, slots: int, context: float) -> Decoding:
         if not self.left:
             self._present, self.left = self.rng.choice(self.readings), self.rng.randint(1, 4)
         self.left -= 1

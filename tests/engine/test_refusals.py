@@ -232,12 +232,12 @@ PROMPTS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("prompt", "reason"), PROMPTS, ids=[reason[:30] for _, reason in PROMPTS])
 def test_a_bad_prompt_names_its_index_and_nothing_runs(llm: LLM, prompt: Any, reason: str) -> None:
-    before, counter = llm.metrics(), llm._intake.count
+    before, counter = llm.metrics(), llm._preparer.count
     message = complaint(lambda: llm.generate(["ab", {"prompt_token_ids": [1]}, prompt, "c"], use_tqdm=False))
     assert message.startswith("request 2: ")
     assert reason in message
     assert llm.metrics() == before
-    assert llm._intake.count == counter
+    assert llm._preparer.count == counter
 
 
 @pytest.mark.parametrize("prompts", [5, None, b"abc", [1, 5, 9], ["a", 5], [["a"]], np.array([1, 2]), ("a", None), {5}])

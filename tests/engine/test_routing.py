@@ -51,7 +51,7 @@ def by_name(pair: Pair) -> Iterator[dict[str, LLM]]:
 def test_each_request_is_answered_by_who_can(told_none: LLM, by_name: dict[str, LLM]) -> None:
     """Mixed in one call, in their order, with the seeds that they have by their numbers in one LLM."""
     params = [KEPT, left(0), KEPT, left(1)]
-    first = told_none._intake.count
+    first = told_none._preparer.count
     outputs = told_none.generate(PROMPTS, params, use_tqdm=False)
     assert [output.decoding for output in outputs] == ["smc", "rejection", "smc", "rejection"]
     assert [output.prompt for output in outputs] == PROMPTS

@@ -68,20 +68,20 @@ class Blind(Decoding):
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Cycle times `streams + each · lanes` of strategies, and acceptance of a draft given those before it."""
+    """Cycle times `streams + each · slots` of strategies, and acceptance of a draft given those before it."""
 
     costs: dict[Decoding, tuple[float, float]]
     rate: float
 
-    def ms(self, decoding: Decoding, lanes: int) -> float:
+    def ms(self, decoding: Decoding, slots: int) -> float:
         streams, each = self.costs[decoding]
-        return streams + each * lanes
+        return streams + each * slots
 
-    def speed(self, decoding: Decoding, lanes: int, rate: float | None = None) -> float:
+    def speed(self, decoding: Decoding, slots: int, rate: float | None = None) -> float:
         """Tokens a second of a full batch."""
         rate = self.rate if rate is None else rate
         tokens = 1 + sum(reached(decoding.speculation.gamma, rate)) if decoding.ragged else 1.0
-        return 1e3 * lanes * tokens / self.ms(decoding, lanes)
+        return 1e3 * slots * tokens / self.ms(decoding, slots)
 
     def profile(self, noise: Sequence[float] = ()) -> Profile:
         """Makes the profile that would be measured; `noise` is each strategy's relative error of its times."""
@@ -96,11 +96,11 @@ class Machine:
 
 @st.composite
 def machines(draw: st.DrawFn, strategies: Sequence[Decoding] = EXACT) -> Machine:
-    """Machines on which more drafts cost more, a cycle's own time and each lane's."""
+    """Machines on which more drafts cost more, a cycle's own time and each slot's."""
     target, draft = draw(st.floats(2.0, 10.0)), draw(st.floats(0.1, 2.0))
-    lane, rate = draw(st.floats(0.01, 0.3)), draw(st.floats(0.1, 0.95))
+    slot, rate = draw(st.floats(0.01, 0.3)), draw(st.floats(0.1, 0.95))
     costs = {
-        one: (target + draft * one.speculation.gamma, lane * (1 + one.rows * one.speculation.scored * 0.7))
+        one: (target + draft * one.speculation.gamma, slot * (1 + one.rows * one.speculation.scored * 0.7))
         for one in strategies
     }
     return Machine(costs, rate)

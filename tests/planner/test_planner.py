@@ -167,18 +167,18 @@ def test_readings_give_the_same_tokens(one: Decoding, other: Decoding, same: boo
 def test_times_between_measured_points() -> None:
     """A power law of both is met exactly; beyond the points the nearest holds; one point is enough."""
 
-    def ms(lanes: float, context: float) -> float:
-        return 3 * lanes**0.5 * context**0.25
+    def ms(slots: float, context: float) -> float:
+        return 3 * slots**0.5 * context**0.25
 
     cells = tuple(Cell(n, t, ms(n, t)) for n in (1, 4, 16) for t in (64, 1024))
     planner = Planner(profile(Measured(ALONE, 1.0, cells=cells)))
-    for lanes, context in ((1, 64), (2, 100), (7, 1000), (16, 1024)):
-        assert planner.cycle_ms(ALONE, lanes, context) == pytest.approx(ms(lanes, context))
+    for slots, context in ((1, 64), (2, 100), (7, 1000), (16, 1024)):
+        assert planner.cycle_ms(ALONE, slots, context) == pytest.approx(ms(slots, context))
     assert planner.cycle_ms(ALONE, 64, 9999) == planner.cycle_ms(ALONE, 16, 1024)
     assert planner.cycle_ms(ALONE, 1, 1) == planner.cycle_ms(ALONE, 1, 64)
     assert planner.tokens_per_second(ALONE, 4, 64) == pytest.approx(4e3 / ms(4, 64))
     one = Planner(profile(measured(ALONE, {8: 5.0})))
-    times = [one.cycle_ms(ALONE, lanes, context) for lanes in (1, 8, 99) for context in (1, 1e6)]
+    times = [one.cycle_ms(ALONE, slots, context) for slots in (1, 8, 99) for context in (1, 1e6)]
     assert times == pytest.approx([5.0] * 6)
 
 

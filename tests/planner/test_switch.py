@@ -24,9 +24,9 @@ PLACES = [(load, 1024.0) for load in LOADS]
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
-    """Machines on which each reading has a time of its own a cycle and a lane."""
-    streams, lanes = st.floats(2.0, 10.0), st.floats(0.01, 0.5)
-    return Machine({one: (draw(streams), draw(lanes)) for one in READINGS}, 0.5)
+    """Machines on which each reading has a time of its own a cycle and a slot."""
+    streams, slots = st.floats(2.0, 10.0), st.floats(0.01, 0.5)
+    return Machine({one: (draw(streams), draw(slots)) for one in READINGS}, 0.5)
 
 
 def run(switch: Switch, loads: Sequence[int]) -> list[Decoding]:

@@ -27,7 +27,7 @@ from tests.smc.reference import language_model
 
 GOLDEN = Path(__file__).parents[1] / "data" / "hf_golden"
 V, MAX_MODEL_LEN = 4, 24
-LANES, WIDTH = 36, 8  # of every batch that `decode` makes: one program for all, in which many lanes hold nobody
+SLOTS, WIDTH = 36, 8  # of every batch that `decode` makes: one program for all, in which many slots hold nobody
 PAIR = tiny_pair(V, target_layers=1)
 AFTER = language_model(PAIR.target, PAIR.params.target, MAX_MODEL_LEN)
 DECODINGS = [
@@ -77,15 +77,15 @@ def decode(
     program: rejection.Program, asks: list[Ask], num_pages: int = 200, params: Any = PAIR.params
 ) -> tuple[rejection.State, list[rejection.Info]]:
     """Steps until no request runs; checks pages and reports after each."""
-    lanes = [*asks, *[Ask(()) for _ in range(LANES - len(asks))]]
-    state = init(program, params, *batch(lanes, program.target.vocab_size, program.max_model_len, WIDTH), num_pages)
+    slots = [*asks, *[Ask(()) for _ in range(SLOTS - len(asks))]]
+    state = init(program, params, *batch(slots, program.target.vocab_size, program.max_model_len, WIDTH), num_pages)
     infos = []
     while state.running.any():
         before = np.asarray(state.sequences.length)
         state, info = step(program, params, state)
         assert_pages_sound(state.sequences.block_table, state.memory.pool)
         np.testing.assert_array_equal(info.done, ~state.running)
-        grown = (np.asarray(state.sequences.length) - before).reshape(LANES, -1)
+        grown = (np.asarray(state.sequences.length) - before).reshape(SLOTS, -1)
         most = np.where(info.ran & ~state.failed, np.asarray(info.accepted) + 1, 0)[:, None]
         assert (grown <= most).all()
         assert ((grown == most) | np.asarray(state.sequences.finished).reshape(grown.shape)).all()

@@ -37,7 +37,7 @@ def warm(server: Running) -> None:
 
 
 def test_a_small_request_passes_the_choices_of_a_large_one(server: Running) -> None:
-    """Two lanes, taken by two of forty choices, or of forty prompts: two more may be admitted before it."""
+    """Two slots, taken by two of forty choices, or of forty prompts: two more may be admitted before it."""
     warm(server)
     before = server.llm().metrics()
     for body in ({"n": 40}, {"prompt": ["ab"] * 40}):
@@ -48,7 +48,7 @@ def test_a_small_request_passes_the_choices_of_a_large_one(server: Running) -> N
             begun = server.llm().metrics()["requests"]
             assert http.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 200
             ended = server.llm().metrics()["requests"] - begun
-            assert ended <= 9, "of both lanes one that ran and those of two rounds, and what the test itself takes"
+            assert ended <= 9, "of both slots one that ran and those of two rounds, and what the test itself takes"
             assert not large.done()
             assert large.result().status_code == 200
     assert server.llm().metrics()["requests"] == before["requests"] + 82

@@ -19,7 +19,7 @@ from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
 from smcjax.engine.run.memory import require_room_for_weights, weight_bytes
 from smcjax.engine.run.settings import own_settings
-from smcjax.engine.run.spread import Apart, Spread
+from smcjax.engine.run.sharded_programs import DisaggregatedPrograms, ShardedPrograms
 from smcjax.model.checkpoint import (
     load_checkpoint,
     load_config,
@@ -62,16 +62,16 @@ def make_decoder(
     page_size: int = DEFAULT_PAGE_SIZE,
     implementation: str = "auto",
     *,
-    apart: bool = False,
+    disaggregated: bool = False,
 ) -> Decoder[Any, Any, Any]:
     """The decoder that computes what `decoding` asks for; the other arguments are fields of `Program`.
 
-    `apart` says that it runs on two devices of which, where the decoder is pipelined, one drafts and one scores.
+    `disaggregated`: the decoder runs on two devices; if it is pipelined, one of them drafts and the other scores.
     """
     decoder = DECODERS[type(decoding)](
         decoding, target, draft if decoding.drafts else None, max_model_len, page_size, implementation
     )
-    return dataclasses.replace(decoder, apart=AXIS) if apart and decoding.overlaps else decoder
+    return dataclasses.replace(decoder, disaggregated_axis=AXIS) if disaggregated and decoding.overlaps else decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Models:
 
     `shared` layers are those that the target has beyond the draft where the draft's arrays are the target's. With
     `parallel` several devices hold the target together, and where `draft_divided` the draft as well, which each has
-    whole otherwise. The two devices `apart` have both models whole. Configs are those of whole models.
+    whole otherwise. Each of two `disaggregated` devices has both models whole. Configs are those of whole models.
     """
 
     tokenizer: Tokenizer | None
@@ -92,22 +92,22 @@ class Models:
     proposes: Proposer | None = None  # instead of a draft model
     parallel: TensorParallel | None = None
     draft_divided: bool = False
-    apart: TensorParallel | None = None
+    disaggregated: TensorParallel | None = None
 
     @property
     def devices(self) -> int:
         """The number of devices that run the models."""
-        several = self.parallel or self.apart
+        several = self.parallel or self.disaggregated
         return 1 if several is None else several.size
 
     @property
-    def spread(self) -> Spread | None:
+    def sharded(self) -> ShardedPrograms | None:
         """How programs run on several devices; None on one."""
-        if self.apart is not None:
-            return Apart(self.apart, self.target)
+        if self.disaggregated is not None:
+            return DisaggregatedPrograms(self.disaggregated, self.target)
         if self.parallel is None:
             return None
-        return Spread(self.parallel, self.target, self.draft if self.draft_divided else None)
+        return ShardedPrograms(self.parallel, self.target, self.draft if self.draft_divided else None)
 
     @property
     def local_target(self) -> ModelConfig:
@@ -201,8 +201,8 @@ def prepared_models(
     models: Models, quantization: str | None, draft_quantization: str | None, implementation: str
 ) -> Models:
     """`models` with the weights of each `prepared`, and configs that say so; what they share, once."""
-    if models.apart is not None:
-        return _prepared_on_both(models, models.apart, quantization, draft_quantization, implementation)
+    if models.disaggregated is not None:
+        return _prepared_on_both(models, models.disaggregated, quantization, draft_quantization, implementation)
     target_params, draft_params = models.target_params, models.draft_params
     if models.parallel is not None:
         return _prepared_on_all(models, models.parallel, quantization, draft_quantization, implementation)
@@ -250,21 +250,23 @@ def _prepared_on_all(
 
 def _prepared_on_both(
     models: Models,
-    apart: TensorParallel,
+    disaggregated: TensorParallel,
     quantization: str | None,
     draft_quantization: str | None,
     implementation: str,
 ) -> Models:
     """`prepared_models` whole on each of two devices. What the models share, each device has once as well."""
-    on_one = dataclasses.replace(models, apart=None)
+    on_one = dataclasses.replace(models, disaggregated=None)
     found = prepared_models(on_one, quantization, draft_quantization, implementation)
-    target_params = apart.whole(found.target_params)
+    target_params = disaggregated.whole(found.target_params)
     draft_params = found.draft_params
     if models.shared is not None:
         draft_params = drop_layers(models.target, target_params, models.shared)[1]
     else:
-        draft_params = apart.whole(draft_params)
-    return dataclasses.replace(found, target_params=target_params, draft_params=draft_params, apart=apart)
+        draft_params = disaggregated.whole(draft_params)
+    return dataclasses.replace(
+        found, target_params=target_params, draft_params=draft_params, disaggregated=disaggregated
+    )
 
 
 def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Models:
@@ -332,9 +334,9 @@ def load_models(
     so is left as it is where its model is to be. A directory of an EAGLE-3 head is known by its config; `accepts`
     raises ValueError for a head that the decoder cannot use, before weights are read. With `parallel` its devices hold
     the target together, and where `draft_divided` the draft; None: a draft that shares the target's weights, or that
-    programs of `implementation` are quicker with so (`Spread.divides`). Raises ValueError for a pair that is only half
-    given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a target that
-    cannot be verified by `sparse`; CheckpointError for a directory that cannot be used.
+    programs of `implementation` are quicker with so (`ShardedPrograms.divides`). Raises ValueError for a pair that is
+    only half given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a
+    target that cannot be verified by `sparse`; CheckpointError for a directory that cannot be used.
     """
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
@@ -406,7 +408,9 @@ def load_models(
         )
     if draft_divided is None and parallel is not None:
         plain = draft_quantization is None
-        draft_divided = plain and Spread(parallel, target).divides(whole_draft, weights_dtype(dtype), implementation)
+        draft_divided = plain and ShardedPrograms(parallel, target).divides(
+            whole_draft, weights_dtype(dtype), implementation
+        )
     draft_parallel = parallel if draft_divided or shared else None
     if draft_parallel is not None and not shared:
         draft_parallel = draft_parallel.by_layers

@@ -42,7 +42,7 @@ class Planned:
         self._planner = Planner(self._profile)
         candidates = asked.candidates(self._profile, has_draft=has_draft)
         contexts = {min(context, max_model_len) for context in self._profile.contexts}
-        places = [(lanes, context) for lanes in buckets(max_num_seqs) for context in contexts]
+        places = [(slots, context) for slots in buckets(max_num_seqs) for context in contexts]
         self.decoding = self._planner.best(candidates, places)
         self.readings = readings(self._planner, self.decoding, places, candidates)
         logger.info("Decoding by %s.", "; or ".join(map(str, self.readings)))

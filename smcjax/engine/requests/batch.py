@@ -1,4 +1,4 @@
-"""Parameters of joining requests as host arrays: a row for each lane that a group may join."""
+"""Parameters of joining requests as host arrays: a row for each slot that a group may join."""
 
 from __future__ import annotations
 

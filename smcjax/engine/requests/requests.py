@@ -10,7 +10,7 @@ import numpy as np
 
 from smcjax.engine.requests.batch import Batch
 from smcjax.engine.requests.sampling_params import SamplingParams
-from smcjax.plain import is_unicode, short
+from smcjax.normalize import is_unicode, short
 from smcjax.structured.automaton import Automata, Automaton
 from smcjax.tokenizer.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class Request:
     trace: bool = False  # whether its reader follows its cycles, and its output holds their history
 
 
-def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many as a list. Raises ValueError for anything else."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -103,7 +103,7 @@ def check_length(tokens: int, max_model_len: int) -> None:
         )
 
 
-def told_apart(
+def split_stops(
     params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[SamplingParams, tuple[int, ...]]:
     """Splits `stop` into text and tokens: returns parameters with the text alone, and the ids of all stop tokens.
@@ -154,7 +154,7 @@ def limit_of(token_ids: list[int], params: SamplingParams, max_model_len: int) -
 def automaton_of(params: SamplingParams, automata: Automata, stop_ids: tuple[int, ...]) -> Automaton | None:
     """The automaton of the request's `response_format`. Raises ValueError where there is none.
 
-    `told_apart` has made stop tokens of stop strings by now.
+    `split_stops` has made stop tokens of stop strings by now.
     """
     if params.expression is None:
         return None
@@ -184,7 +184,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def make_batch(requests: Mapping[int, Request], size: int, *, max_model_len: int, vocab_size: int) -> Batch:
-    """The requests, by their lanes, as arrays for a batch of `size` groups; the others are absent."""
+    """The requests, by their slots, as arrays for a batch of `size` groups; the others are absent."""
     batch = Batch.empty(size, max_model_len=max_model_len, vocab_size=vocab_size)
     for group, request in requests.items():
         params = request.params

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smcjax.decoders import MAX_ALTERNATIVES
-from smcjax.plain import names_unknown, short, use_plain_numbers
+from smcjax.normalize import names_unknown, normalize_fields, short
 from smcjax.structured.response_format import Expression, expression_of
 
 MAX_SEED = 2**32 - 1
@@ -77,7 +77,7 @@ class SamplingParams:
     n: None = None
 
     def __post_init__(self) -> None:
-        use_plain_numbers(self)
+        normalize_fields(self)
         if self.n is not None:
             raise ValueError(
                 f"n is not a sampling parameter here, got {self.n!r}; ask for a population with SMC(n_particles=…)."

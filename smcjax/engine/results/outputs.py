@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smcjax.plain import short
+from smcjax.normalize import short
 
 
 class TokenLogprob(NamedTuple):

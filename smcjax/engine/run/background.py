@@ -28,7 +28,7 @@ class BackgroundCompiler:
         return self._wanted is not None
 
     def begin(self, size: int, program: Any, others: set[int]) -> None:
-        """Begins to compile a program for `size` lanes, and moves between this and other sizes of a batch.
+        """Begins to compile a program for `size` slots, and moves between this and other sizes of a batch.
 
         Nothing else may be under way.
         """

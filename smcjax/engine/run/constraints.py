@@ -1,6 +1,6 @@
 """The automata of the requests in flight, on the device beside the batch: places in tables of a fixed size.
 
-A batch of `size` lanes has room for as many automata, so that no request ever waits for a place. An automaton that
+A batch of `size` slots has room for as many automata, so that no request ever waits for a place. An automaton that
 several requests share has one; it stays until another automaton needs its place.
 """
 
@@ -50,9 +50,9 @@ class AutomatonPlaces:
         self._there: list[Automaton | None] = []
 
     def place(self, wanted: Mapping[int, Automaton], size: int) -> tuple[np.ndarray, AutomatonTables | None]:
-        """The place of each lane's automaton, [size] int32, −1 for none, and the tables where these have changed.
+        """The place of each slot's automaton, [size] int32, −1 for none, and the tables where these have changed.
 
-        `wanted` are the automata of lanes 0 … size − 1 that have one.
+        `wanted` are the automata of slots 0 … size − 1 that have one.
         """
         changed = len(self._there) != size
         if changed:
@@ -65,8 +65,8 @@ class AutomatonPlaces:
                 self._there[free.pop(0)] = automaton
                 changed = True
         index = np.full(size, -1, np.int32)
-        for lane, automaton in wanted.items():
-            index[lane] = self._there.index(automaton)
+        for slot, automaton in wanted.items():
+            index[slot] = self._there.index(automaton)
         if not changed:
             return index, None
         there = {place: automaton for place, automaton in enumerate(self._there) if automaton is not None}

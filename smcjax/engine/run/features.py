@@ -56,7 +56,7 @@ class ProgramVariants:
         self._unfit: dict[tuple[int, frozenset[Feature]], str] = {}  # why
 
     def note(self, size: int, features: frozenset[Feature], error: ValueError | None = None) -> None:
-        """Notes that the programs for `size` lanes are compiled or, with an error, that they do not fit."""
+        """Notes that the programs for `size` slots are compiled or, with an error, that they do not fit."""
         if error is None:
             self._compiled.add((size, features))
         else:
@@ -67,7 +67,7 @@ class ProgramVariants:
         return sorted({size for size, has in self._compiled if has >= features})
 
     def at(self, size: int, features: frozenset[Feature]) -> frozenset[Feature] | None:
-        """The features of the compiled programs for `size` lanes that have these and the fewest others, if any."""
+        """The features of the compiled programs for `size` slots that have these and the fewest others, if any."""
         return min((has for of, has in self._compiled if of == size and has >= features), key=len, default=None)
 
     def missing(self, sizes: Iterable[int], features: frozenset[Feature]) -> int | None:
@@ -77,7 +77,7 @@ class ProgramVariants:
     def ready(
         self, program: Any, size: int, features: frozenset[Feature], compile_programs: Callable[[list[int], Any], None]
     ) -> tuple[Any, str | None]:
-        """The program for `size` lanes, compiled now: with the features, or plain and the reason why it is.
+        """The program for `size` slots, compiled now: with the features, or plain and the reason why it is.
 
         `compile_programs` raises ValueError where the programs of some sizes need more memory than the device has.
         """

@@ -23,9 +23,9 @@ from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.requests.batch import Batch
 from smcjax.engine.requests.sampling_params import MAX_BIASED_TOKENS
 from smcjax.engine.run.constraints import make_tables
-from smcjax.engine.run.lanes import put, take
 from smcjax.engine.run.programs import Job, abstract, step_job
-from smcjax.engine.run.spread import Spread
+from smcjax.engine.run.sharded_programs import ShardedPrograms
+from smcjax.engine.run.slots import put, take
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.kv import TRASH, drop, keep
 from smcjax.numerics import key_of
@@ -34,7 +34,7 @@ from smcjax.numerics import key_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillReport:
-    """The report of a chunk of prefill about its P lanes; stale where no prompt ended in it."""
+    """The report of a chunk of prefill about its P slots; stale where no prompt ended in it."""
 
     tokens: Int[Array, "P N"]  # the first token of each row
     done: Bool[Array, " P"]  # ended by it
@@ -52,7 +52,7 @@ class BatchJobs:
         num_pages: KV pages, the trash page included.
         chunks: prompt tokens that one program reads.
         readings: decoders with the same tokens, each of which has cycles.
-        spread: the devices, where there are several.
+        sharded: the devices, where there are several.
     """
 
     program: Decoder[Any, Any, Any]
@@ -60,19 +60,19 @@ class BatchJobs:
     num_pages: int
     chunks: ChunkLengths
     readings: tuple[Decoding, ...]
-    spread: Spread | None
+    sharded: ShardedPrograms | None
 
     def state(self, size: int) -> Any:
-        """Shapes of the memory, and of the state of a batch of `size` lanes with it."""
+        """Shapes of the memory, and of the state of a batch of `size` slots with it."""
         memory = jax.eval_shape(lambda: self.program.create_memory(self.params, self.num_pages))
         return memory, jax.eval_shape(lambda memory: self._empty(memory, size), memory)
 
     def of(self, size: int, program: Any) -> dict[Any, Job]:
         """The programs of this batch size, to be compiled, by the keys they are called by."""
         memory, state = self.state(size)
-        params, lane = abstract(self.params), jax.ShapeDtypeStruct((), jnp.int32)
+        params, slot = abstract(self.params), jax.ShapeDtypeStruct((), jnp.int32)
         cached, marked = (jax.ShapeDtypeStruct((self.num_pages - 1,), dtype) for dtype in (jnp.int32, jnp.bool_))
-        slots = jax.ShapeDtypeStruct((size, self.program.max_pages), jnp.int32)
+        cache_slots = jax.ShapeDtypeStruct((size, self.program.max_pages), jnp.int32)
         vocab_size = program.target.vocab_size
         arrays = abstract(
             dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
@@ -87,39 +87,39 @@ class BatchJobs:
         for reading in self.readings:
             stepped = stepping(program, reading)
             jobs[stepped, size, "step"] = step_job(
-                self._step(stepped), program, self.params, state, *extra, spread=self.spread
+                self._step(stepped), program, self.params, state, *extra, sharded=self.sharded
             )
         plain: dict[Any, Job] = {
             (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
             ("cache", "evict"): Job(drop, (0, 1), (memory.pool, cached, marked)),
-            (size, "join"): Job(self._join, (0,), (state, cached, arrays, slots)),
-            (size, "leave"): Job(self._leave, (0,), (state, lane)),
+            (size, "join"): Job(self._join, (0,), (state, cached, arrays, cache_slots)),
+            (size, "leave"): Job(self._leave, (0,), (state, slot)),
         }
-        one = self.chunks.lanes(1, size)
+        one = self.chunks.slots(1, size)
         for count, length in {(one, self.chunks.alone), (one, self.chunks.together), (size, self.chunks.together)}:
-            lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
+            slots = jax.ShapeDtypeStruct((count,), jnp.int32)
             stored = jax.ShapeDtypeStruct((count, pages_of(length, self.program.page_size)), jnp.int32)
-            arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
+            arguments = (params, state, cached, slots, slots, slots, stored, *extra)
             plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
         jobs |= {key: self._job(job) for key, job in plain.items()}
-        return {key: job._replace(identity=(self.program, self.spread, size, key)) for key, job in jobs.items()}
+        return {key: job._replace(identity=(self.program, self.sharded, size, key)) for key, job in jobs.items()}
 
     def _job(self, job: Job) -> Job:
-        return job if self.spread is None else self.spread.job(job)
+        return job if self.sharded is None else self.sharded.job(job)
 
     def moving(self, old_size: int, size: int) -> dict[Any, Job]:
-        """The program that moves groups from `old_size` lanes into a batch of `size`, by the key it is called by."""
+        """The program that moves groups from `old_size` slots into a batch of `size`, by the key it is called by."""
         _, state = self.state(old_size)
         sources = jax.ShapeDtypeStruct((size,), jnp.int32)
 
         def move(groups: Any, memory: Any, sources: jax.Array) -> Any:
-            lanes = jnp.where(sources < old_size, jnp.arange(size), size)
+            slots = jnp.where(sources < old_size, jnp.arange(size), size)
             empty = self._empty(memory, size)
-            return put(empty, lanes, take(dataclasses.replace(groups, memory=empty.memory), sources))
+            return put(empty, slots, take(dataclasses.replace(groups, memory=empty.memory), sources))
 
         arguments = (dataclasses.replace(state, memory=None), state.memory, sources)
         key = ((old_size, size), "move")
-        return {key: self._job(Job(move, (1,), arguments, identity=(self.program, self.spread, key)))}
+        return {key: self._job(Job(move, (1,), arguments, identity=(self.program, self.sharded, key)))}
 
     def _empty(self, memory: Any, size: int) -> Any:
         """Makes a state without groups."""
@@ -132,14 +132,14 @@ class BatchJobs:
         nobody = jnp.zeros(size, bool)
         return self.program.begin(memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
 
-    def _join(self, state: Any, cached: jax.Array, arrays: dict[str, jax.Array], slots: jax.Array) -> Any:
+    def _join(self, state: Any, cached: jax.Array, arrays: dict[str, jax.Array], cache_slots: jax.Array) -> Any:
         present = arrays["present"]
-        prefix = cached.at[slots].get(mode="fill", fill_value=TRASH)
+        prefix = cached.at[cache_slots].get(mode="fill", fill_value=TRASH)
         requests = requests_of(arrays)
         joined = self.program.begin(state.memory, arrays["prompts"], requests, present, prefix)
         size = present.shape[0]
-        lanes = jnp.where(present, jnp.arange(size), size)
-        return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
+        slots = jnp.where(present, jnp.arange(size), size)
+        return put(state, slots, dataclasses.replace(joined, running=jnp.zeros_like(present)))
 
     def _step(self, program: Any) -> Callable[..., tuple[Any, Any, jax.Array]]:
         def step(params: Any, state: Any, automata: PlacedAutomata | None = None) -> tuple[Any, Any, jax.Array]:
@@ -153,47 +153,49 @@ class BatchJobs:
             params: Any,
             state: Any,
             cache: jax.Array,
-            lanes: jax.Array,
+            slots: jax.Array,
             start_at: jax.Array,
             cached: jax.Array,
-            slots: jax.Array,
+            cache_slots: jax.Array,
             automata: PlacedAutomata | None = None,
         ) -> tuple[Any, PrefillReport]:
             given = with_automata(state, automata)
-            groups = take(given, lanes)
+            groups = take(given, slots)
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
-            hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
+            hidden = jnp.zeros((slots.shape[0], program.target.hidden_size), dtype)
             prompt = None
             if "prompt_logprobs" in program.features:
                 groups, hidden, prompt = program.prefill_scored(params, groups, start_at, chunk, hidden, cached)
             else:
                 groups, hidden = program.prefill(params, groups, start_at, chunk, hidden, cached)
-            groups, cache = self._store(groups, cache, start_at, slots)
+            groups, cache = self._store(groups, cache, start_at, cache_slots)
             prompt_length = groups.requests.prompt_length
-            ends = (lanes < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
+            ends = (slots < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
             before = dataclasses.replace(groups, running=ends)
             groups = program.start(params, before, hidden)
             scores = first_scores(program, params, before, groups, hidden) if "logprobs" in program.features else None
-            tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
+            tokens = groups.sequences.tokens.reshape(slots.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
             report = PrefillReport(first, ends & ~groups.running, scores, prompt)
-            return (without_automata(put(given, lanes, groups)), cache), report
+            return (without_automata(put(given, slots, groups)), cache), report
 
         return prefill
 
-    def _store(self, groups: Any, cached: jax.Array, start_at: jax.Array, slots: jax.Array) -> tuple[Any, jax.Array]:
+    def _store(
+        self, groups: Any, cached: jax.Array, start_at: jax.Array, cache_slots: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Puts pages of P groups' prompts, from the one of position `start_at` on, into cache slots [P, pages]."""
-        each = groups.sequences.block_table.shape[0] // slots.shape[0]
+        each = groups.sequences.block_table.shape[0] // cache_slots.shape[0]
         table, first = groups.sequences.block_table[::each], start_at // self.program.page_size
-        numbers = jnp.minimum(first[:, None] + jnp.arange(slots.shape[1]), table.shape[1] - 1)
+        numbers = jnp.minimum(first[:, None] + jnp.arange(cache_slots.shape[1]), table.shape[1] - 1)
         pages = jnp.take_along_axis(table, numbers, axis=1)
-        pool, cached = keep(groups.memory.pool, cached, slots.reshape(-1), pages.reshape(-1))
+        pool, cached = keep(groups.memory.pool, cached, cache_slots.reshape(-1), pages.reshape(-1))
         return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, pool=pool)), cached
 
-    def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any, jax.Array]:
-        lanes = lane[None]
-        population, memory = self.program.conclude(take(state, lanes))
-        return population, put(state, lanes, self._empty(memory, 1)), memory.pool.num_free
+    def _leave(self, state: Any, slot: jax.Array) -> tuple[Population, Any, jax.Array]:
+        slots = slot[None]
+        population, memory = self.program.conclude(take(state, slots))
+        return population, put(state, slots, self._empty(memory, 1)), memory.pool.num_free
 
 
 def pages_of(length: int, page_size: int) -> int:

@@ -295,26 +295,26 @@ def abstract(tree: Any) -> Any:
 
     def described(x: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
-        spread = sharding is not None and len(sharding.device_set) > 1
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if spread else None)
+        sharded = sharding is not None and len(sharding.device_set) > 1
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if sharded else None)
 
     return jax.tree.map(described, tree)
 
 
 def step_job(
-    function: Callable[..., Any], program: Any, params: Any, state: Any, *others: Any, spread: Any = None
+    function: Callable[..., Any], program: Any, params: Any, state: Any, *others: Any, sharded: Any = None
 ) -> Job:
     """A decoding step of (params, state, …), which donates its state. All but `params` are abstract.
 
-    `spread`: the `smcjax.engine.run.spread.Spread` over several devices; None: one.
+    `sharded`: the `smcjax.engine.run.sharded_programs.ShardedPrograms` over several devices; None: one.
 
     On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
     timing of single products does not see (docs/explanation/kernels.md). Int8 weights that XLA multiplies need Triton
     to be converted on the way, products of a few rows are not faster without, and "xla" is XLA as it is by itself.
     """
     job = Job(function, (1,), (abstract(params), state, *others))
-    if spread is not None:
-        job = spread.job(job)
+    if sharded is not None:
+        job = sharded.job(job)
     few = state.sequences.length.shape[0] < 8  # sequences
     with implementations(program.implementation):
         by_kernels = active_implementation() == "mosaic"

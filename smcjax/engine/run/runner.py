@@ -1,14 +1,14 @@
 """The batch in flight on the device: every call enqueues one program, none waits for the device.
 
 A `smcjax.decoding.decoder.Decoder` says how a token is chosen; this file does not know. The state of a batch of `size`
-lanes is donated to every program and taken from its result:
+slots is donated to every program and taken from its result:
 
     evict     the pages that some cache slots keep
-    join      requests into free lanes: rows, pages, no KV yet but in the pages that cache slots keep
-    prefill   one chunk of the prompts in some lanes; where a prompt ends there, its first tokens; full pages are cached
+    join      requests into free slots: rows, pages, no KV yet but in the pages that cache slots keep
+    prefill   one chunk of the prompts in some slots; where a prompt ends there, its first tokens; full pages are cached
     step      one cycle of all groups that have started
-    leave     one lane's population, its pages given back
-    move      the groups into a batch of another size (`smcjax.engine.run.lanes`): integers only
+    leave     one slot's population, its pages given back
+    move      the groups into a batch of another size (`smcjax.engine.run.slots`): integers only
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from smcjax.engine.run.constraints import AutomatonPlaces
 from smcjax.engine.run.jobs import BatchJobs, PrefillReport, pages_of, stepping
 from smcjax.engine.run.programs import Job, Programs, Progress, delete
 from smcjax.engine.run.settings import own_settings
-from smcjax.engine.run.spread import Spread
+from smcjax.engine.run.sharded_programs import ShardedPrograms
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.kv import TRASH
 from smcjax.structured.automaton import Automaton
 
-PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
+PREFILL_CHUNK = 128  # prompt tokens of a slot between two cycles
 # … of several prompts at once on a CPU, where a chunk costs what its padding costs: 16 short prompts read in chunks of
 # 128 took five times as long.
 SHORT_CHUNK = 32
@@ -47,9 +47,9 @@ LONG_CHUNK = 512
 
 
 class Chunk(NamedTuple):
-    """A piece of the prompt in one lane."""
+    """A piece of the prompt in one slot."""
 
-    lane: int
+    slot: int
     start_at: int
     length: int
     cached: int  # tokens of the prompt whose KV is there
@@ -60,7 +60,7 @@ class Runner:
     """One decoder's programs and state.
 
     Methods take a `program` where there may be several: the decoder, or the same with features that some requests ask
-    for (`smcjax.engine.run.features`). With `spread` all programs run on its devices, and `decoder` is that of one of
+    for (`smcjax.engine.run.features`). With `sharded` all programs run on its devices, and `decoder` is that of one of
     them. `readings` are decoders with the same tokens that may have a cycle in place of the decoder's own; None: it
     alone.
     """
@@ -71,42 +71,42 @@ class Runner:
         params: PairParams,
         num_pages: int,
         programs: Programs,
-        spread: Spread | None = None,
+        sharded: ShardedPrograms | None = None,
         readings: tuple[Decoding, ...] | None = None,
     ) -> None:
         self.program = decoder
         self.readings = readings or (decoder.decoding,)
-        self.spread = spread
-        self._workspaces = None if spread is None else spread.workspaces(decoder.implementation)
+        self.sharded = sharded
+        self._workspaces = None if sharded is None else sharded.workspaces(decoder.implementation)
         self.params = params
         if self._workspaces is not None:
             self.params = dataclasses.replace(params, peers=self._workspaces.peers())
         self.programs = programs
         self.num_pages = num_pages
-        self.size = 0  # lanes of the batch in flight; 0: none yet
+        self.size = 0  # slots of the batch in flight; 0: none yet
         # KV and pages while there is no batch, the batch's state otherwise. All None before `take_memory`.
         self._memory: Any = None
         self.state: Any = None
         self.cached: Any = None  # [S] the pages that cache slots keep
-        self._automata: PlacedAutomata | None = None  # of the requests in the lanes, for programs that know of forms
-        self._constrained: tuple[int, dict[int, Automaton]] | None = None  # whose these are: lanes, and who is where
+        self._automata: PlacedAutomata | None = None  # of the requests in the slots, for programs that know of forms
+        self._constrained: tuple[int, dict[int, Automaton]] | None = None  # whose these are: slots, and who is where
         self._places = AutomatonPlaces(decoder.target.vocab_size)
         self.chunks = self._chunk_lengths()
         self._new_memory_compiled = jax.jit(lambda: self._new_memory())
 
     @property
     def _jobs(self) -> BatchJobs:
-        return BatchJobs(self.program, self.params, self.num_pages, self.chunks, self.readings, self.spread)
+        return BatchJobs(self.program, self.params, self.num_pages, self.chunks, self.readings, self.sharded)
 
     def _new_memory(self) -> Any:
         return self.program.create_memory(self.params, self.num_pages)
 
     def _create_memory(self) -> Any:
-        return self._new_memory_compiled() if self.spread is None else self.spread.run(self._new_memory)
+        return self._new_memory_compiled() if self.sharded is None else self.sharded.run(self._new_memory)
 
     def _put(self, tree: Any) -> Any:
         """Sends arrays of the host to the device, or to all."""
-        return jax.device_put(tree) if self.spread is None else self.spread.put(tree)
+        return jax.device_put(tree) if self.sharded is None else self.sharded.put(tree)
 
     @own_settings()
     def take_memory(self, fill: Callable[[Any], Any] = lambda memory: memory) -> None:
@@ -161,40 +161,40 @@ class Runner:
     # Enqueueing.
 
     def resize(self, size: int, sources: Sequence[int]) -> None:
-        """A batch of `size` lanes; lane i goes on with what lane `sources[i]` of the old one held, −1: with nothing."""
+        """A batch of `size` slots; slot i goes on with what slot `sources[i]` of the old one held, −1: with nothing."""
         if max(sources) < 0:  # no group is there
             self.take_memory()
             self.state = self.programs[size, "empty"](self.memory)
             self._memory = None
         else:
-            lanes = np.where(np.asarray(sources) < 0, self.size, sources).astype(np.int32)
+            slots = np.where(np.asarray(sources) < 0, self.size, sources).astype(np.int32)
             groups, memory = dataclasses.replace(self.state, memory=None), self.state.memory
-            self.state = self.programs[(self.size, size), "move"](groups, memory, self._put(lanes))
+            self.state = self.programs[(self.size, size), "move"](groups, memory, self._put(slots))
         self.size = size
 
-    def evict(self, slots: Sequence[int]) -> None:
+    def evict(self, cache_slots: Sequence[int]) -> None:
         """Empties cache slots. Pages that no group names are free from now on."""
         marked = np.zeros(self.cache_slots, bool)
-        marked[list(slots)] = True
+        marked[list(cache_slots)] = True
         memory = self.state.memory
         pool, self.cached = self.programs["cache", "evict"](memory.pool, self.cached, self._put(marked))
         self.state = dataclasses.replace(self.state, memory=dataclasses.replace(memory, pool=pool))
 
     def join(self, batch: Batch, cached: Mapping[int, Sequence[int]]) -> None:
-        """Puts the batch's present groups into their lanes, which must be free; groups do not run yet.
+        """Puts the batch's present groups into their slots, which must be free; groups do not run yet.
 
-        `cached` says which cache slots keep the first pages of their prompts, by lane.
+        `cached` says which cache slots keep the first pages of their prompts, by slot.
         """
-        slots = np.full((self.size, self.program.max_pages), self.cache_slots, np.int32)
-        for lane, some in cached.items():
-            slots[lane, : len(some)] = some
-        arrays, prefix = self._put((dataclasses.asdict(batch), slots))
+        cache_slots = np.full((self.size, self.program.max_pages), self.cache_slots, np.int32)
+        for slot, some in cached.items():
+            cache_slots[slot, : len(some)] = some
+        arrays, prefix = self._put((dataclasses.asdict(batch), cache_slots))
         self.state = self.programs[self.size, "join"](self.state, self.cached, arrays, prefix)
 
     @own_settings()
     def constrain(self, requests: Mapping[int, Request]) -> None:
-        """Sends the automata of the requests in all lanes, by lane, where others are there than the last time."""
-        wanted = {lane: request.automaton for lane, request in requests.items() if request.automaton is not None}
+        """Sends the automata of the requests in all slots, by slot, where others are there than the last time."""
+        wanted = {slot: request.automaton for slot, request in requests.items() if request.automaton is not None}
         if self._constrained == (self.size, wanted):
             return
         places, tables = self._places.place(wanted, self.size)
@@ -212,26 +212,26 @@ class Runner:
     def _computed(self, key: Hashable, *arguments: Any) -> Any:
         """The results of a program that runs models, in which devices wait for each other where there are several."""
         program = self.programs[key]
-        if self.spread is None:
+        if self.sharded is None:
             return program(self.params, *arguments)
-        return self.spread.launch(program, self.params, *arguments)
+        return self.sharded.launch(program, self.params, *arguments)
 
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> PrefillReport:
-        """Reads the next chunks of some lanes' prompts; starts groups whose prompt ends. Reports in order of `chunks`.
+        """Reads the next chunks of some slots' prompts; starts groups whose prompt ends. Reports in order of `chunks`.
 
-        All `chunks` have one length. There are programs for one chunk (if `chunks.one_lane`) and for one of every lane.
+        All `chunks` have one length. There are programs for one chunk (if `chunks.one_slot`) and for one of every slot.
         """
-        count, length = self.chunks.lanes(len(chunks), self.size), chunks[0].length
-        lanes = np.full(count, self.size, np.int32)
-        start_at = np.full(count, program.max_model_len, np.int32)  # beyond every prompt: absent lanes write nothing
+        count, length = self.chunks.slots(len(chunks), self.size), chunks[0].length
+        slots = np.full(count, self.size, np.int32)
+        start_at = np.full(count, program.max_model_len, np.int32)  # beyond every prompt: absent slots write nothing
         cached = np.zeros(count, np.int32)
-        slots = np.full((count, pages_of(length, self.program.page_size)), self.cache_slots, np.int32)
+        cache_slots = np.full((count, pages_of(length, self.program.page_size)), self.cache_slots, np.int32)
         for i, chunk in enumerate(chunks):
-            lanes[i], start_at[i], cached[i] = chunk.lane, chunk.start_at, chunk.cached
-            for page, slot in chunk.stored:
-                slots[i, page - chunk.start_at // program.page_size] = slot
+            slots[i], start_at[i], cached[i] = chunk.slot, chunk.start_at, chunk.cached
+            for page, cache_slot in chunk.stored:
+                cache_slots[i, page - chunk.start_at // program.page_size] = cache_slot
         key = program, self.size, count, length, "prefill"
-        asked = self._put((lanes, start_at, cached, slots))
+        asked = self._put((slots, start_at, cached, cache_slots))
         extra = self._extra(program)
         (self.state, self.cached), first = self._computed(key, self.state, self.cached, *asked, *extra)
         return first
@@ -245,9 +245,9 @@ class Runner:
         self.state, info, free = self._computed(key, self.state, *self._extra(program))
         return info, free
 
-    def leave(self, lane: int) -> tuple[Population, jax.Array]:
-        """The population of a lane, one group, which is free from now on, and how many pages are then."""
-        population, self.state, free = self.programs[self.size, "leave"](self.state, self._put(np.int32(lane)))
+    def leave(self, slot: int) -> tuple[Population, jax.Array]:
+        """The population of a slot, one group, which is free from now on, and how many pages are then."""
+        population, self.state, free = self.programs[self.size, "leave"](self.state, self._put(np.int32(slot)))
         return population, free
 
     # Compiling.
@@ -272,7 +272,7 @@ class Runner:
 
     def has(self, size: int, program: Any) -> bool:
         """True where all of `jobs` are compiled."""
-        one = self.chunks.lanes(1, size)
+        one = self.chunks.slots(1, size)
         keys = ((program, size, one, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
         return all(key in self.programs for key in keys)
 

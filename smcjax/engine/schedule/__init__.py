@@ -1,1 +1,1 @@
-"""Decides which requests run in the next round, in how many lanes and on which pages, without JAX."""
+"""Decides which requests run in the next round, in how many slots and on which pages, without JAX."""

@@ -1,10 +1,10 @@
-"""The choice of which requests run where: admission by memory, lanes, chunks of prompts. Plain Python, no device.
+"""The choice of which requests run where: admission by memory, slots, chunks of prompts. Plain Python, no device.
 
 Requests are admitted in the order of `smcjax.engine.schedule.rounds`, in which calls take turns: a request that does
-not fit waits, and all others wait behind it. A group keeps its lane until it ends, unless the batch changes its size.
+not fit waits, and all others wait behind it. A group keeps its slot until it ends, unless the batch changes its size.
 There are two rules of admission:
 
-    worst case    a lane is free, and so are the pages that the request can name at most, ever
+    worst case    a slot is free, and so are the pages that the request can name at most, ever
     optimistic    … or pages for the share of that which groups have been using of late
 
 A cycle is scheduled only where the pages suffice that it can take at most (`smcjax.engine.schedule.page_budget`), so no
@@ -29,7 +29,7 @@ from smcjax.engine.schedule.page_budget import Footprint, FreePages, Mark
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.rounds import Rounds
 
-FEW = 4  # prompts are few that are to be read in at most this part of the lanes
+FEW = 4  # prompts are few that are to be read in at most this part of the slots
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,11 +37,12 @@ class Group:
     """An admitted request."""
 
     request: Request
-    lane: int
+    slot: int
     prefilled: int = 0  # prompt tokens whose prefill has been scheduled
     keys: list[bytes] = dataclasses.field(default_factory=list)  # of the prompt's full pages
     held: list[bytes] = dataclasses.field(default_factory=list)  # those of them that are cached and name its pages
-    slots: list[int] = dataclasses.field(default_factory=list)  # where the pages are that were cached when it joined
+    # Cache slots of the pages that were cached when the group joined.
+    cache_slots: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0  # prompt tokens in them
     cycles: int = 0  # that have been scheduled for it
 
@@ -59,18 +60,18 @@ class Group:
 class ChunkLengths(NamedTuple):
     """Prompt tokens of a group that are read between two cycles.
 
-    There is a program for one prompt and one for a chunk of every lane's. The second takes as long for few as for many,
+    There is a program for one prompt and one for a chunk of every slot's. The second takes as long for few as for many,
     so few are read one after the other, each in longer chunks as long as it has enough left: more tokens for the
     weights that a chunk streams.
     """
 
     together: int
     alone: int
-    one_lane: bool = True  # whether there is the first program; else the second reads a prompt by itself too
+    one_slot: bool = True  # whether there is the first program; else the second reads a prompt by itself too
 
-    def lanes(self, prompts: int, size: int) -> int:
-        """The lanes of the program that reads this many prompts of a batch of `size`."""
-        return 1 if prompts == 1 and self.one_lane else size
+    def slots(self, prompts: int, size: int) -> int:
+        """The slots of the program that reads this many prompts of a batch of `size`."""
+        return 1 if prompts == 1 and self.one_slot else size
 
     def of(self, left: int, *, few: bool) -> int:
         """The next chunk's, of a prompt that has `left` tokens to read, among few prompts or many."""
@@ -89,9 +90,9 @@ class Reading(NamedTuple):
 class Schedule:
     """The programs to enqueue in one round, in this order."""
 
-    size: int  # lanes of the batch
+    size: int  # slots of the batch
     preempted: list[Group] = dataclasses.field(default_factory=list)  # who leaves; then nothing else is enqueued
-    sources: list[int] | None = None  # of each lane, the lane its group had before, −1 for none; None: nothing moves
+    sources: list[int] | None = None  # of each slot, the slot its group had before, −1 for none; None: nothing moves
     evicted: list[int] = dataclasses.field(default_factory=list)  # cache slots to be emptied
     joining: list[Group] = dataclasses.field(default_factory=list)
     prefill: list[list[Reading]] = dataclasses.field(default_factory=list)  # each list in one program
@@ -106,13 +107,13 @@ class Schedule:
 
 
 class Scheduler:
-    """Queue and lanes.
+    """Queue and slots.
 
     Args:
-        sizes: lanes of batches, ascending.
+        sizes: slots of batches, ascending.
         pages: that may be held at once.
         chunks: prompt tokens of a group that are prefilled between two cycles.
-        cache: of prompts, with a slot for each of the pages, or none.
+        cache: of prompts, with a cache slot for each of the pages, or none.
         footprint: what groups take of the pages.
         optimistic: the rule of admission.
     """
@@ -160,7 +161,7 @@ class Scheduler:
         return None
 
     def clear(self) -> None:
-        """Forgets everything, lanes included."""
+        """Forgets everything, slots included."""
         self.waiting.clear()
         self.groups.clear()
         self.lacking = []
@@ -180,9 +181,9 @@ class Scheduler:
         joining, evicted = self._admit(compiled)
         requests = [group.request for group in (*self.groups, *joining)]
         size, sources = self._resize(len(requests), [] if compiled is None or not requests else compiled(requests))
-        free = iter(sorted(set(range(size)) - {group.lane for group in self.groups}))
+        free = iter(sorted(set(range(size)) - {group.slot for group in self.groups}))
         for group in joining:
-            group.lane = next(free)
+            group.slot = next(free)
         self.groups += joining
 
         unread = [group for group in self.groups if not group.started]
@@ -221,10 +222,10 @@ class Scheduler:
         """Pages that are left at least when these groups, and no others, have been through the next cycle.
 
         A result of 0 or more says that they suffice, not by how much. Those that only the cache keeps are not among
-        them. Groups that are not in their lanes yet count with all that they take until then.
+        them. Groups that are not in their slots yet count with all that they take until then.
         """
         groups = list(groups)
-        joining = sum(self._ceiling(group, 0) for group in groups if group.lane < 0)
+        joining = sum(self._ceiling(group, 0) for group in groups if group.slot < 0)
         by_report = self.free.at_least - joining - sum(self._need(group) for group in groups)
         if by_report >= 0:  # as most of the time: by how much they suffice does not matter
             return by_report
@@ -232,7 +233,7 @@ class Scheduler:
         return max(by_report, by_ceiling)
 
     def _admit(self, compiled: Callable[[list[Request]], list[int]] | None) -> tuple[list[Group], list[int]]:
-        """Groups of those that come next and fit, without lanes yet, and the cache slots that make room for all."""
+        """Groups of those that come next and fit, without slots yet, and the cache slots that make room for all."""
         joining: list[Group] = []
         lacking: list[Request] = []
         for request in self.waiting:
@@ -266,7 +267,7 @@ class Scheduler:
         return self.free.share * worst <= pages and self._spare(groups) + self.cache.unused >= 0
 
     def _preempt(self) -> Group:
-        """Takes the youngest group out of its lane and puts its request back, to be the next."""
+        """Takes the youngest group out of its slot and puts its request back, to be the next."""
         group = self.groups.pop()
         self.cache.release(group.held)
         self.waiting.put_back(group.request)
@@ -294,13 +295,13 @@ class Scheduler:
         """Caches the full pages that this chunk of the group's prompt completes."""
         full = min((start_at + length) // self.cache.page_size, len(group.keys))
         for page in range(max(start_at, group.cached) // self.cache.page_size, full):
-            slot = self.cache.insert(group.keys[page])
-            if slot is not None:
+            cache_slot = self.cache.insert(group.keys[page])
+            if cache_slot is not None:
                 group.held.append(group.keys[page])
-                yield group, page, slot
+                yield group, page, cache_slot
 
     def _resize(self, count: int, compiled: Sequence[int]) -> tuple[int, list[int] | None]:
-        """The size for `count` groups. Where it changes, those that have lanes move to the first ones.
+        """The size for `count` groups. Where it changes, those that have slots move to the first ones.
 
         It is the smallest of those that are `compiled`, of all where none of these is large enough. While groups run
         the batch shrinks only to a size that is ready: what it saves is less than a compilation.
@@ -313,8 +314,8 @@ class Scheduler:
             size = next(size for size in fitting if size in self.ready or size == self._size)
         if size == self._size:
             return size, None
-        sources = [group.lane for group in self.groups] + [-1] * (size - len(self.groups))
-        for lane, group in enumerate(self.groups):
-            group.lane = lane
+        sources = [group.slot for group in self.groups] + [-1] * (size - len(self.groups))
+        for slot, group in enumerate(self.groups):
+            group.slot = slot
         self._size = size
         return size, sources

@@ -161,7 +161,7 @@ def test_a_stream_that_someone_else_aborts_ends(llm: LLM) -> None:
     streams = [llm.generate_stream("ab", params) for _ in range(6)]
     llm.engine.step()  # four of them run, two wait
     for number in range(6):
-        llm.engine.abort(str(llm._intake.count - 6 + number))
+        llm.engine.abort(str(llm._preparer.count - 6 + number))
     for chunks in streams:
         *_, last = chunks
         assert last.finished

@@ -122,10 +122,10 @@ def test_states_follow_ancestors_lanes_and_preempted_requests(llm: LLM) -> None:
     while engine.busy:
         rows = jax.tree.map(np.asarray, runner.state.sequences)
         for group in engine._scheduler.groups:
-            own = slice(group.lane * 4, group.lane * 4 + 4)
+            own = slice(group.slot * 4, group.slot * 4 + 4)
             begin = len(group.request.token_ids)
             answers = [tokens[begin:end] for tokens, end in zip(rows.tokens[own], rows.length[own], strict=True)]
-            if runner.state.running[group.lane]:
+            if runner.state.running[group.slot]:
                 assert rows.automaton[own].tolist() == [walked(group.request, answer) for answer in answers]
                 forked += int(np.ptp(rows.automaton[own]) > 0)
         if len(engine._scheduler.groups) > 2 and not preempted and engine._scheduler.groups[-1].cycles > 1:
@@ -218,7 +218,7 @@ def test_what_is_too_large(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_missing(plain: LLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SamplingParams(response_format={"type": "text"}, stop="x").expression is None
-    monkeypatch.setattr(plain._intake.automata, "_tokenizer", None)
+    monkeypatch.setattr(plain._preparer.automata, "_tokenizer", None)
     with pytest.raises(ValueError, match="request 0: response_format needs a tokenizer"):
         plain.generate(PROMPT, SamplingParams(response_format=OBJECT))
     find = importlib.util.find_spec

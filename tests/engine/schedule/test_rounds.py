@@ -17,7 +17,7 @@ from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.rounds import Rounds
 from smcjax.engine.schedule.scheduler import ChunkLengths, Scheduler
 
-LANES, PAGES = 4, 40
+SLOTS, PAGES = 4, 40
 FOOTPRINT = Footprint(rows=1, page_size=4, width=1)
 
 
@@ -54,7 +54,7 @@ def test_the_choices_of_a_large_call_let_others_pass() -> None:
 def history(seed: int, steps: int) -> None:
     """Calls of random sizes come and end; both laws of `smcjax.engine.schedule.rounds` hold for each first request."""
     rng, count = random.Random(seed), 0
-    made = Scheduler([LANES], PAGES, ChunkLengths(8, 8), PrefixCache(0, 4), FOOTPRINT)
+    made = Scheduler([SLOTS], PAGES, ChunkLengths(8, 8), PrefixCache(0, 4), FOOTPRINT)
     came: dict[str, int] = {}
     first: dict[str, dict[str, int]] = {}  # of requests that were alone of their call: the others', to be counted down
     admitted = 0

@@ -90,7 +90,7 @@ def test_long_prompts_come_in_chunks_between_cycles() -> None:
 
 
 def test_few_prompts_are_read_one_by_one_in_long_chunks() -> None:
-    """Two prompts count as few in eight lanes; a prompt's rest makes a long chunk if it fills more than half of one."""
+    """Two prompts count as few in eight slots; a prompt's rest makes a long chunk if it fills more than half of one."""
     made = Scheduler([8], PAGES, ChunkLengths(together=8, alone=32), PrefixCache(0, PAGE_SIZE), ALONE)
     for number, tokens in enumerate((75, 30)):
         made.add(request(number, tokens))
@@ -124,7 +124,7 @@ def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
 
 
 def test_who_lacks_programs_lets_others_pass_and_keeps_its_place() -> None:
-    """Request 1 asks for what is compiled for four lanes alone, and later than all others."""
+    """Request 1 asks for what is compiled for four slots alone, and later than all others."""
     made, sizes = scheduler(*(request(number) for number in range(6))), {"1": list[int]()}
 
     def compiled(requests: list[Request]) -> list[int]:
@@ -155,10 +155,10 @@ def test_the_batch_shrinks_to_sizes_that_are_ready_and_grows_to_any() -> None:
     assert made.schedule().sources is None  # size 1 would have to be compiled for one request
     made.ready.add(1)
     shrunk = made.schedule()
-    assert (shrunk.size, shrunk.sources, made.groups[0].lane) == (1, [2], 0)
+    assert (shrunk.size, shrunk.sources, made.groups[0].slot) == (1, [2], 0)
     made.add(request(9))
     grown = made.schedule()
-    assert (grown.size, grown.sources, [group.lane for group in made.groups]) == (2, [0, -1], [0, 1])
+    assert (grown.size, grown.sources, [group.slot for group in made.groups]) == (2, [0, -1], [0, 1])
 
 
 def test_withdrawing() -> None:
@@ -179,24 +179,24 @@ class Slots:
         self.pages: dict[int, list[int]] = {}
 
     def follow(self, schedule: Schedule) -> None:
-        for slot in schedule.evicted:
-            del self.pages[slot]
+        for cache_slot in schedule.evicted:
+            del self.pages[cache_slot]
         for group in schedule.joining:
             token_ids = group.request.token_ids
-            assert group.cached == len(group.slots) * PAGE_SIZE < len(token_ids)
-            assert [self.pages[slot] for slot in group.slots] == [
+            assert group.cached == len(group.cache_slots) * PAGE_SIZE < len(token_ids)
+            assert [self.pages[cache_slot] for cache_slot in group.cache_slots] == [
                 token_ids[:end] for end in range(PAGE_SIZE, group.cached + 1, PAGE_SIZE)
             ]
         ends = {group: at + length for program in schedule.prefill for group, at, length in program}
-        for group, page, slot in schedule.stored:
+        for group, page, cache_slot in schedule.stored:
             end = (page + 1) * PAGE_SIZE
             assert group.cached < end <= min(ends[group], len(group.request.token_ids))
-            assert slot not in self.pages
-            self.pages[slot] = group.request.token_ids[:end]
+            assert cache_slot not in self.pages
+            self.pages[cache_slot] = group.request.token_ids[:end]
         assert len({tuple(page) for page in self.pages.values()}) == len(self.pages)  # nothing twice
 
 
-@pytest.mark.parametrize("slots", [0, PAGES])
+@pytest.mark.parametrize("cache_slots", [0, PAGES])
 @pytest.mark.parametrize("ready", [True, False])
 @given(
     events=st.lists(
@@ -208,12 +208,12 @@ class Slots:
         max_size=80,
     )
 )
-def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, int, int]]) -> None:
-    made = Scheduler(SIZES, PAGES, ChunkLengths(CHUNK, 2 * CHUNK), PrefixCache(slots, PAGE_SIZE), ALONE)
+def test_any_history_is_sound(ready: bool, cache_slots: int, events: list[tuple[str, int, int]]) -> None:
+    made = Scheduler(SIZES, PAGES, ChunkLengths(CHUNK, 2 * CHUNK), PrefixCache(cache_slots, PAGE_SIZE), ALONE)
     if ready:
         made.ready |= set(SIZES)
     size, count, device = 0, 0, Slots()
-    lanes: dict[str, int] = {}
+    slots: dict[str, int] = {}
     admitted: list[int] = []
     progress: dict[str, int] = {}
     for event, a, b in [*events, *[("schedule", 0, 0)] * 8]:
@@ -224,7 +224,7 @@ def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, i
         elif event == "end" and made.groups:
             gone = made.groups[a % len(made.groups)].request.request_id
             made.withdraw(gone)
-            del lanes[gone]
+            del slots[gone]
         elif event == "schedule":
             schedule = made.schedule()
             device.follow(schedule)
@@ -233,8 +233,8 @@ def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, i
                 assert len(schedule.sources) == schedule.size
                 stayed = [group for group in made.groups if group not in schedule.joining]
                 for group in stayed:
-                    assert schedule.sources[group.lane] == lanes[group.request.request_id]
-                assert sorted(x for x in schedule.sources if x >= 0) == sorted(lanes.values())
+                    assert schedule.sources[group.slot] == slots[group.request.request_id]
+                assert sorted(x for x in schedule.sources if x >= 0) == sorted(slots.values())
                 size = schedule.size
             assert schedule.size == size
             admitted += [int(group.request.request_id) for group in schedule.joining]
@@ -247,13 +247,13 @@ def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, i
                 assert at == progress.get(name, group.cached // CHUNK * CHUNK) < len(group.request.token_ids)
                 progress[name] = at + length
             assert all(len({length for *_, length in program}) == 1 for program in schedule.prefill)
-            lanes = {group.request.request_id: group.lane for group in made.groups}
+            slots = {group.request.request_id: group.slot for group in made.groups}
         used = len(made.cache) - made.cache.unused
         assert used + sum(group.own_pages for group in made.groups) <= PAGES
         held = {key for group in made.groups for key in group.held}
         assert len(made.cache) == len(device.pages) == made.cache.unused + len(held)
-        assert len(set(lanes.values())) == len(lanes)
-        assert all(0 <= lane < size for lane in lanes.values())
+        assert len(set(slots.values())) == len(slots)
+        assert all(0 <= slot < size for slot in slots.values())
     assert admitted == list(range(len(admitted)))  # first come, first served
     assert all(group.started for group in made.groups)
 
@@ -263,7 +263,7 @@ def test_what_was_used_least_recently_goes_first() -> None:
     first, second = cache.keys([1, 1, 2, 2, 3, 3]), cache.keys([1, 1, 9, 9, 3, 3, 4])
     assert first[0] == second[0]
     assert len({*first, *second}) == 5  # the same page behind another beginning is another one
-    slots = {key: cache.insert(key) for key in [*first, second[1]]}
+    cache_slots = {key: cache.insert(key) for key in [*first, second[1]]}
     assert cache.insert(first[1]) is None
     cache.hold(second[:1])
     cache.release(second[1:2])
@@ -271,14 +271,14 @@ def test_what_was_used_least_recently_goes_first() -> None:
     assert cache.unused == 3  # the other is held
     assert cache.match(first) == first
     assert cache.match(second) == second[:2]
-    assert cache.evict(1) == [slots[second[1]]]
+    assert cache.evict(1) == [cache_slots[second[1]]]
     cache.hold(first[:2])
-    assert cache.evict(9) == [slots[first[2]]]
+    assert cache.evict(9) == [cache_slots[first[2]]]
     assert cache.match(first) == first[:2]
     cache.release(first[:2])
-    assert cache.evict(1) == [slots[first[1]]]
+    assert cache.evict(1) == [cache_slots[first[1]]]
     cache.release(second[:1])
-    assert cache.evict(9) == [slots[first[0]]]
+    assert cache.evict(9) == [cache_slots[first[0]]]
     assert (len(cache), cache.unused, cache.match(first)) == (0, 0, [])
 
 

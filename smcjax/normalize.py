@@ -36,7 +36,7 @@ def names_unknown[K: type](kind: K) -> K:
     return kind
 
 
-def use_plain_numbers(options: Any) -> None:
+def normalize_fields(options: Any) -> None:
     """Replaces NumPy's scalars in the fields of a frozen dataclass by Python's: np.int64(8) is as good as 8."""
     numpy = sys.modules.get("numpy")
     if numpy is None:  # where it has not been imported, there are none
@@ -47,7 +47,7 @@ def use_plain_numbers(options: Any) -> None:
             object.__setattr__(options, field.name, value.item())
 
 
-def plain_numbers(values: Any) -> Any:
+def normalize_numbers(values: Any) -> Any:
     """A list, tuple or array of numbers as a tuple of Python's own; anything else as it is."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(values, numpy.ndarray):

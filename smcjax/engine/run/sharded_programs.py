@@ -1,10 +1,9 @@
-"""Programs on several devices: each runs the whole program on its pieces of the models and of their KV.
+"""Programs on several devices: each device runs the whole program on its shards of the weights and of the KV.
 
-The function of a `Job` is written for one device and is told of no other. `Spread.job` puts it into one
-`jax.shard_map`: weights and KV come in as the pieces that lie on each device, whatever else there is (tables, counts,
-keys, tokens, weights of particles) comes in whole on every device and leaves so. Every device computes those by the
-same operations from the same numbers, so nothing has to be sent to keep them alike; models alone sum and gather, in
-their matrices (`smcjax.matmul`).
+The function of a `Job` is written for one device. `ShardedPrograms.job` puts it into one `jax.shard_map`: each device
+receives its shards of weights and KV, and a replica of every other array (tables, counts, keys, tokens, weights of
+particles). All devices compute replicated arrays by the same operations from the same numbers, so no collective is
+needed to keep replicas equal. Only the models' matrices sum and gather over devices (`smcjax.matmul`).
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from smcjax.pallas.collectives.peer_memory import workspace_bytes
 
 logger = logging.getLogger("smcjax")
 
-WHOLE = PartitionSpec()
-BY_HEAD = PartitionSpec(None, None, AXIS, None)  # of an array that pages hold, [P, entries, heads, D]
+REPLICATED = PartitionSpec()
+BY_HEAD = PartitionSpec(None, None, AXIS, None)  # of a KV array [P, entries, heads, D]
 
-_launching = threading.Lock()  # of the process: engines on the same devices may be used by several threads
+_launching = threading.Lock()  # one for the process: several threads may run engines on the same devices
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
-    """The devices that a runner's programs run on, and which of its models they hold together.
+class ShardedPrograms:
+    """Runs a runner's programs on several devices, which share one target and may share its draft model.
 
     Attributes:
         parallel: the devices.
-        target: the whole target; its programs are made with `parallel.local(target)`.
-        draft: the whole draft model where it is divided like the target; None: each device has all of the proposer.
-        by_peers: whether devices may write into each other's memory; otherwise XLA's collectives do it all.
+        target: config of the whole target; programs are made with `parallel.local(target)`.
+        draft: config of the whole draft model if it is divided like the target; None: the proposer is replicated.
+        by_peers: whether devices may write into each other's memory; otherwise all collectives are XLA's.
     """
 
     parallel: TensorParallel
@@ -55,7 +54,7 @@ class Spread:
     by_peers: bool = True
 
     def has_peers(self, implementation: str) -> bool:
-        """True where devices write into each other's memory in programs of `implementation`: there are kernels for it.
+        """True if programs of `implementation` sum and gather by kernels that write into peers' memory.
 
         Otherwise all sums and gathers over devices are XLA's.
         """
@@ -64,11 +63,11 @@ class Spread:
         return _reach_each_other(tuple(self.parallel.mesh.devices.flat))
 
     def divides(self, draft: ModelConfig, dtype: Any, implementation: str) -> bool:
-        """True for a draft that was quicker divided than whole on each device: on two, by the persistent step.
+        """True if a draft was measured to be faster divided than replicated: on two devices, by the persistent step.
 
-        A cycle of 8B and 1B takes 7.93 ms so and 9.36 otherwise, but 16.94 by plain layers
-        (docs/explanation/tensor-parallelism.md). More devices were not measured. The draft's weights are plain, of this
-        dtype.
+        A cycle of 8B and 1B takes 7.93 ms with the draft divided and 9.36 ms with it replicated, but 16.94 ms divided
+        without the persistent step (docs/explanation/tensor-parallelism.md). More than two devices were not measured.
+        The draft must have unquantised weights of `dtype`.
         """
         size, by_layers = self.parallel.size, self.parallel.by_layers
         if size != 2 or jnp.dtype(dtype) != jnp.bfloat16 or not fits(draft, size) or not self.has_peers(implementation):
@@ -77,66 +76,66 @@ class Spread:
         return fused_step.accepts(by_layers.local(draft), by_layers.seen(draft, shapes, Peers(None, size)))
 
     def workspaces(self, implementation: str) -> Workspaces | None:
-        """Memory through which devices reach each other in programs of `implementation`; None where they do not."""
+        """Memory through which devices reach each other in programs of `implementation`; None if they do not."""
         return Workspaces(self.parallel.mesh) if self.has_peers(implementation) else None
 
     def workspace_bytes(self, implementation: str) -> int:
-        """Bytes of each device that `workspaces` takes."""
+        """Bytes that `workspaces` takes of each device."""
         return workspace_bytes(self.parallel.size) if self.has_peers(implementation) else 0
 
     def put(self, tree: Any) -> Any:
-        """Sends a host's arrays to all devices."""
+        """Replicates a host's arrays on all devices."""
         return jax.device_put(tree, self.parallel.everywhere)
 
     def job(self, job: Job) -> Job:
-        """The job on all devices; its arguments describe memory and state as one device has them."""
+        """Converts a job of one device to one of all devices. `job.arguments` have the shapes of one device."""
         specs = self._specs(job.arguments)
 
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.parallel.mesh, spec))
 
         arguments = jax.tree.map(whole, self._global(job.arguments), specs)
-        return job._replace(function=self._spread(job.function, specs), arguments=arguments)
+        return job._replace(function=self._shard(job.function, specs), arguments=arguments)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Computes `function()` on all devices."""
-        return jax.jit(self._spread(function, ()))()
+        return jax.jit(self._shard(function, ()))()
 
     def launch(self, program: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a compiled program, in which devices wait for each other: after other threads' calls, or before them.
+        """Calls a compiled program under the launch lock, as its collectives block.
 
-        Otherwise one device could get two engines' programs in another order than the next, and both wait for ever.
+        Without the lock two devices could receive two engines' programs in opposite orders and deadlock.
         """
         with _launching:
             return program(*arguments)
 
-    def _spread(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-        def spread(*arguments: Any) -> Any:
+    def _shard(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+        def sharded(*arguments: Any) -> Any:
             structure: Any = None
             by_head: list[bool] = []
 
             def on_each(*pieces: Any) -> tuple[list[Any], list[Any]]:
                 nonlocal structure, by_head
-                leaves, results = _evaluated(function, *self._seen(pieces))
+                leaves, results = _evaluated(function, *self._local_arguments(pieces))
                 structure = jax.tree.structure(results)
                 by_head = [spec == BY_HEAD for spec in jax.tree.leaves(self._specs(results))]
                 divided = [leaf for leaf, one in zip(leaves, by_head, strict=True) if one]
                 return divided, [leaf for leaf, one in zip(leaves, by_head, strict=True) if not one]
 
-            # That what leaves whole is the same everywhere is not proved by types, but tested.
+            # Tests, not types, show that replicated outputs are equal on all devices.
             mapped = jax.shard_map(
-                on_each, mesh=self.parallel.mesh, in_specs=specs, out_specs=(BY_HEAD, WHOLE), check_vma=False
+                on_each, mesh=self.parallel.mesh, in_specs=specs, out_specs=(BY_HEAD, REPLICATED), check_vma=False
             )
             divided, others = map(iter, mapped(*arguments))
             leaves = [next(divided if one else others) for one in by_head]
             return jax.tree.unflatten(structure, leaves)
 
-        return spread
+        return sharded
 
     def _map(
         self, tree: Any, params: Callable[[Any], Any], memory: Callable[[Any], Any], other: Callable[[Any], Any]
     ) -> Any:
-        """Maps the leaves of a tree by what they are part of: weights, KV that is divided, or anything else."""
+        """Maps weights by `params`, divided KV by `memory`, and all other leaves by `other`."""
 
         def of(part: Any) -> Any:
             if isinstance(part, PairParams):
@@ -153,11 +152,11 @@ class Spread:
         return jax.tree.map(of, tree, is_leaf=lambda part: isinstance(part, PairParams | Memory))
 
     def _specs(self, tree: Any) -> Any:
-        """Says of each array how devices have it."""
-        return self._map(tree, lambda leaf: leaf.sharding.spec, lambda _: BY_HEAD, lambda _: WHOLE)
+        """The `PartitionSpec` of each array."""
+        return self._map(tree, lambda leaf: leaf.sharding.spec, lambda _: BY_HEAD, lambda _: REPLICATED)
 
     def _global(self, tree: Any) -> Any:
-        """The arrays of all devices, of those that one has."""
+        """Shapes over all devices, from the shapes of one device."""
 
         def all_heads(leaf: Any) -> jax.ShapeDtypeStruct:
             pages, entries, heads, dim = leaf.shape
@@ -165,10 +164,10 @@ class Spread:
 
         return self._map(tree, lambda leaf: leaf, all_heads, lambda leaf: leaf)
 
-    def _seen(self, pieces: Any) -> Any:
-        """A device's arguments as programs of one device know them."""
+    def _local_arguments(self, pieces: Any) -> Any:
+        """Converts a device's arguments to those of a program for one device."""
 
-        def seen(part: Any) -> Any:
+        def local(part: Any) -> Any:
             if not isinstance(part, PairParams):
                 return part
             target, draft = self.parallel.seen(self.target, part.target, part.peers), part.draft
@@ -178,18 +177,18 @@ class Spread:
                 draft = draft.joined(target.embed, target.unembed)
             return PairParams(target, draft)
 
-        return jax.tree.map(seen, pieces, is_leaf=lambda part: isinstance(part, PairParams))
+        return jax.tree.map(local, pieces, is_leaf=lambda part: isinstance(part, PairParams))
 
 
-class Apart(Spread):
-    """Two devices, of which each has all of both models, and one drafts while the other scores.
+class DisaggregatedPrograms(ShardedPrograms):
+    """Two devices with both models each, one of which drafts while the other scores.
 
-    In the pipelined cycle alone (`smcjax.decoding.apart`): whatever else there is, both compute. Weights and KV are on
-    both from the first, so nothing is sent when a cycle needs them; of the answers' KV each device keeps one model's.
+    Only the pipelined cycle is disaggregated (`smcjax.decoding.disaggregation`); both devices compute all else. Both
+    have all weights and all KV of prompts, so a cycle sends neither. Of answers each device keeps one model's KV.
     """
 
     def has_peers(self, implementation: str) -> bool:
-        """False: what devices say to each other in a cycle is one small sum."""
+        """False: the only collective of a cycle is one small sum."""
         return False
 
     def _map(
@@ -197,11 +196,11 @@ class Apart(Spread):
     ) -> Any:
         return jax.tree.map(other, tree)
 
-    def _seen(self, pieces: Any) -> Any:
+    def _local_arguments(self, pieces: Any) -> Any:
         return pieces
 
 
-@functools.cache  # one remark a process
+@functools.cache  # one warning a process
 def _reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
     reached = reach_each_other(devices)
     if not reached:
@@ -210,10 +209,10 @@ def _reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
 
 
 def _evaluated(function: Callable[..., Any], *arguments: Any) -> tuple[list[jax.Array], Any]:
-    """The leaves of `function(*arguments)` and, with their structure, their shapes. Traced.
+    """Traces `function(*arguments)`; returns the leaves of its results, and the results' tree of shapes.
 
-    Constants without elements are made within: as operands of `shard_map`, which those that a trace comes by become,
-    XLA's compiler ends the process over them (jaxlib 0.11.2; `x.at[::1].set(y)` has one).
+    A constant without elements, such as that of `x.at[::1].set(y)`, would become an operand of `shard_map`, and XLA's
+    compiler aborts the process over such an operand (jaxlib 0.11.2). So it is made within the function.
     """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     constants = [jax.lax.full(x.shape, 0, x.dtype) if x.size == 0 else x for x in traced.consts]

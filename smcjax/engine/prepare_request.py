@@ -1,4 +1,4 @@
-"""Where requests come in: prompts and parameters are checked, tokenized and numbered, before any work starts."""
+"""Prepares requests: checks, tokenizes and numbers prompts and parameters before any work starts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from smcjax.engine.requests.requests import (
     check_room,
     check_token_ids,
     limit_of,
+    split_stops,
     tokenize,
-    told_apart,
 )
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.schedule.page_budget import Footprint
-from smcjax.plain import short
+from smcjax.normalize import short
 from smcjax.structured.automaton import Automata, Undecided
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 
-class Intake:
-    """Makes the requests of one engine, numbered in the order in which they pass the checks. Any thread may ask.
+class RequestPreparer:
+    """Makes the requests of one engine, numbered in the order in which they pass the checks. Thread-safe.
 
     Args:
         decoder: the `smcjax.decoding.decoder.Decoder` that answers.
         tokenizer: for text; None where the model has none.
         eos_token_ids: tokens that end every answer, unless a request ignores them.
         footprint: pages that a request may need.
-        num_pages: KV pages that there are, the trash page included.
-        seed: of requests that bring none, with their number.
-        automata: of forms, which another intake of the same tokenizer keeps; None: its own.
+        num_pages: KV pages of the device, the trash page included.
+        seed: base seed; a request without a seed has this plus its number.
+        automata: compiled response formats, of another preparer with the same tokenizer; None: its own.
     """
 
     def __init__(
@@ -56,58 +56,58 @@ class Intake:
         self.count = 0  # of requests so far
 
     def requests(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], checked_by: Sequence[Intake]
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], checked_by: Sequence[RequestPreparer]
     ) -> list[Request]:
-        """Requests of prompts with parameters each, which the intake of the decoder that is to answer each checks.
+        """One request a prompt. Preparer i of `checked_by`, that of the answering decoder, checks prompt i.
 
-        Raises ValueError that names the first wrong one's index. Numbers are given to all of them or to none.
+        Raises ValueError with the index of the first invalid request; then none of them is numbered.
         """
         requests = []
         for one in params:
             self._prepare(one)
-        for index, (prompt, one, intake) in enumerate(zip(prompts, params, checked_by, strict=True)):
+        for index, (prompt, one, preparer) in enumerate(zip(prompts, params, checked_by, strict=True)):
             try:
-                requests.append(intake._request(prompt, one))
+                requests.append(preparer._prepare_request(prompt, one))
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from None
         return self._numbered(requests, [one.seed for one in params])
 
     def choices(
-        self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int | None], checked_by: Intake
+        self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int | None], checked_by: RequestPreparer
     ) -> list[Request]:
-        """A request for each of `seeds`, all of one prompt and one `params`, whose own seed is left aside.
+        """One request a seed, all of one prompt and one `params`; `params.seed` is ignored.
 
-        They are checked as by `requests`. Raises ValueError for what cannot run.
+        They are checked as by `requests`. Raises ValueError if they cannot run.
         """
         if not isinstance(prompt, str | Mapping):
             raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
         self._prepare(params)
-        return self._numbered([checked_by._request(prompt, params)] * len(seeds), seeds)
+        return self._numbered([checked_by._prepare_request(prompt, params)] * len(seeds), seeds)
 
     def has_prepared(self, params: SamplingParams) -> bool:
-        """True where the form that a request asks for is known already, as its automaton or by why it has none.
+        """True if the response format is compiled, or known to be invalid, or if there is none.
 
-        Neither this nor a request with such parameters waits for a compilation.
+        Then a request with these parameters does not wait for a compilation. This method never does.
         """
         if params.expression is None:
             return True
-        params, named = told_apart(params, self._tokenizer, self._vocab_size)
+        params, named = split_stops(params, self._tokenizer, self._vocab_size)
         assert params.expression is not None
         return self.automata.keeps(params.expression, self._stop_ids(params, named))
 
     def prepare(self, params: SamplingParams) -> None:
-        """Makes the automaton of the form that a request asks for, which may take seconds, if it asks for one.
+        """Compiles the response format of `params`, if any, to an automaton; that may take seconds.
 
-        Raises ValueError where there is none. Any thread may call this before others have to wait for it.
+        Raises ValueError for a format without an automaton. Any thread may call this ahead of the request.
         """
-        params, named = told_apart(params, self._tokenizer, self._vocab_size)
+        params, named = split_stops(params, self._tokenizer, self._vocab_size)
         automaton_of(params, self.automata, self._stop_ids(params, named))
 
     def _prepare(self, params: SamplingParams) -> None:
-        """Prepares a request. What is wrong with it for good is said when it is checked, in its turn."""
+        """Compiles the response format of `params`. `_prepare_request` reports an invalid format, with its index."""
         try:
             self.prepare(params)
-        except Undecided:  # or it would be compiled again then
+        except Undecided:  # `_prepare_request` would compile it again
             raise
         except ValueError:
             pass
@@ -116,7 +116,7 @@ class Intake:
         return named if params.ignore_eos else (*self._eos_token_ids, *named)
 
     def _numbered(self, requests: Sequence[Request], seeds: Sequence[int | None]) -> list[Request]:
-        """The checked requests, one call, with the next numbers and these seeds, by the numbers where there is none."""
+        """Numbers the checked requests of one call. A request without a seed gets one from its number."""
         with self._numbering:
             first = self.count
             self.count += len(requests)
@@ -126,11 +126,11 @@ class Intake:
             numbered.append(dataclasses.replace(request, request_id=str(number), call=str(first), seed=seed))
         return numbered
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A checked request without a number. No thread waits for another's long text to be cut into tokens."""
+    def _prepare_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A checked request without a number. It takes no lock, so long texts are tokenized in parallel."""
         vocab_size, most = self._vocab_size, self._num_pages - 1
         text, token_ids = tokenize(prompt, self._tokenizer, vocab_size, self._decoder.max_model_len)
-        params, named = told_apart(params, self._tokenizer, vocab_size)
+        params, named = split_stops(params, self._tokenizer, vocab_size)
         check_token_ids(params, vocab_size)
         self._decoder.check(params)
         stop_ids = self._stop_ids(params, named)
