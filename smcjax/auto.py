@@ -51,7 +51,7 @@ class Routed:
 
     there is a draft      `smc` for requests that it can honour, else the exact decoder beside it, with the same
                           draft: at temperature 0, with top_k, top_p, penalties and biases
-    drafts are certain    that exact decoder for all, as "ngram" proposes what SMC cannot weigh
+    drafts deterministic  that exact decoder for all, as "ngram" proposes what SMC cannot weigh
     there is none         the target alone
     """
 
@@ -61,13 +61,13 @@ class Routed:
 
     smc: SMC = dataclasses.field(default_factory=SMC)
 
-    def choose(self, *, has_draft: bool, certain: bool = False) -> tuple[Decoding, ...]:
+    def choose(self, *, has_draft: bool, deterministic_drafts: bool = False) -> tuple[Decoding, ...]:
         """The decoders: the first answers what it can, the second, if there is one, the rest."""
         if not has_draft:
             sparse = self.smc.speculation.sparse
             return (Autoregressive(None if sparse is None else sparse.of_single_queries),)
         exact = exact_beside(self.smc)
-        return (exact,) if certain else (self.smc, exact)
+        return (exact,) if deterministic_drafts else (self.smc, exact)
 
     def settled(self, params: Sequence[Any], *, has_draft: bool) -> Routed | Decoding:
         """The exact decoder alone where it answers requests with each of these `SamplingParams`, else the rule."""

@@ -31,9 +31,9 @@ POPULATIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "chosen"), POPULATIONS, ids=str)
-def test_a_population_is_smc_under_a_control(asked: dict[str, Any], chosen: dict[str, Any]) -> None:
-    auto = Auto(**asked)
+@pytest.mark.parametrize(("requested", "chosen"), POPULATIONS, ids=str)
+def test_a_population_is_smc_under_a_control(requested: dict[str, Any], chosen: dict[str, Any]) -> None:
+    auto = Auto(**requested)
     assert auto.wants_population
     for has_draft in (False, True):
         made = auto.choose(has_draft=has_draft, candidates_pay=True)
@@ -41,22 +41,22 @@ def test_a_population_is_smc_under_a_control(asked: dict[str, Any], chosen: dict
     assert SMC().control == 0.1
 
 
-@pytest.mark.parametrize("asked", [{}, {"gamma": 6}, {"sparse": SPARSE}], ids=str)
-def test_one_plain_answer_is_exact(asked: dict[str, Any]) -> None:
-    auto = Auto(**asked)
+@pytest.mark.parametrize("requested", [{}, {"gamma": 6}, {"sparse": SPARSE}], ids=str)
+def test_one_plain_answer_is_exact(requested: dict[str, Any]) -> None:
+    auto = Auto(**requested)
     assert not auto.wants_population
-    assert auto.choose(has_draft=True, candidates_pay=False) == Rejection(**asked)
-    assert auto.choose(has_draft=True, candidates_pay=True) == Rejection(**asked, n_candidates=8)
+    assert auto.choose(has_draft=True, candidates_pay=False) == Rejection(**requested)
+    assert auto.choose(has_draft=True, candidates_pay=True) == Rejection(**requested, n_candidates=8)
     assert auto.choose(has_draft=True, candidates_pay=True).exact
-    if not asked:
+    if not requested:
         assert auto.choose(has_draft=False, candidates_pay=True) == Autoregressive()
 
 
 def test_the_rule_where_no_decoder_is_named() -> None:
-    """SMC first, an exact decoder beside it with the same way of reading blocks; certain drafts are the exact one's."""
+    """SMC, and an exact decoder with the same way of reading blocks, which alone takes deterministic drafts."""
     rule, under_control = Routed(), Routed(SMC(4, 4, sparse=SPARSE))
     assert rule.choose(has_draft=True) == (SMC(), Rejection())
-    assert rule.choose(has_draft=True, certain=True) == (Rejection(),)
+    assert rule.choose(has_draft=True, deterministic_drafts=True) == (Rejection(),)
     assert rule.choose(has_draft=False) == under_control.choose(has_draft=False) == (Autoregressive(),)
     assert under_control.choose(has_draft=True) == (SMC(4, 4, sparse=SPARSE), Rejection(sparse=SPARSE))
     shared = SparseVerification("shared", schedule=2)
@@ -78,10 +78,10 @@ LEFT: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "why"), LEFT, ids=str)
-def test_what_is_left_to_an_exact_decoder(asked: dict[str, Any], why: str | None) -> None:
+@pytest.mark.parametrize(("requested", "why"), LEFT, ids=str)
+def test_what_is_left_to_an_exact_decoder(requested: dict[str, Any], why: str | None) -> None:
     """What SMC refuses and exact decoders honour, and nothing else; who asks for a control asks for SMC."""
-    params = SamplingParams(**asked)
+    params = SamplingParams(**requested)
     assert left_to_exact(SMC(), params) == why
     assert left_to_exact(Rejection(), params) is None
     if why is not None:
@@ -129,7 +129,7 @@ MEASURED: tuple[Decoding, ...] = (
 
 
 @pytest.mark.parametrize(
-    ("asked", "has_draft", "candidates"),
+    ("requested", "has_draft", "candidates"),
     [
         ({}, True, [Autoregressive(), Rejection(2), Rejection(4), Rejection(4, sparse=MERGED)]),
         ({}, False, [Autoregressive()]),
@@ -144,10 +144,10 @@ MEASURED: tuple[Decoding, ...] = (
     ],
     ids=str,
 )
-def test_candidates_of_a_profile(asked: dict[str, Any], has_draft: bool, candidates: list[Decoding]) -> None:
+def test_candidates_of_a_profile(requested: dict[str, Any], has_draft: bool, candidates: list[Decoding]) -> None:
     """Exact ones of the law that is asked for: never SMC, never shared."""
     made = profile(*(measured(one, {1: 1.0}) for one in MEASURED))
-    assert Auto(**asked).candidates(made, has_draft=has_draft) == candidates
+    assert Auto(**requested).candidates(made, has_draft=has_draft) == candidates
     assert len({law_of(one) for one in candidates}) == 1
 
 
@@ -163,9 +163,9 @@ def test_the_choice_is_for_the_loads_and_contexts_of_an_llm(tmp_path: Path) -> N
     cells = {one: tuple(Cell(*place, ms) for place, ms in of.items()) for one, of in times.items()}
     profile(*(Measured(one, 2.0, cells=of) for one, of in cells.items())).save(tmp_path / "p.json")
 
-    def planned(asked: Auto, max_num_seqs: int, max_model_len: int) -> tuple[Decoding, tuple[Decoding, ...]]:
+    def planned(requested: Auto, max_num_seqs: int, max_model_len: int) -> tuple[Decoding, tuple[Decoding, ...]]:
         sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-        found = Planned(tmp_path / "p.json", asked, has_draft=True, **sizes)
+        found = Planned(tmp_path / "p.json", requested, has_draft=True, **sizes)
         return found.decoding, found.readings
 
     assert planned(Auto(), 1, 64) == (few, (few,))

@@ -272,11 +272,11 @@ def _timed(args: argparse.Namespace, cases: Sequence[Case]) -> tuple[Models, lis
     """The cases on one set of weights; a line each as they end."""
     from smcjax.bench.table import run_cases
 
-    def heard(line: str) -> None:
+    def on_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     models = shape_models(args)
-    return models, run_cases(models, cases, bandwidth=_bandwidth(args), on_result=heard)
+    return models, run_cases(models, cases, bandwidth=_bandwidth(args), on_result=on_line)
 
 
 def _conditions(result: CycleResult, models: Models) -> str:

@@ -162,11 +162,11 @@ def run_engine(args: argparse.Namespace) -> int:
         implementation=args.implementation,
     )
 
-    def heard(one: Overhead) -> None:
+    def on_result(one: Overhead) -> None:
         times = f"{one.engine_ms:.2f} ms a cycle in the engine, {one.bare_ms:.2f} bare"
         print(f"{one.requests} requests: {times}, prompts {one.prefill_ms:.0f} ms", file=sys.stderr, flush=True)
 
-    results = measure(shape_models(args), load, args.requests, cycles=args.cycles, on_result=heard)
+    results = measure(shape_models(args), load, args.requests, cycles=args.cycles, on_result=on_result)
     print(markdown(results))
     if args.json:
         for result in results:
@@ -204,7 +204,7 @@ def run_decoders(args: argparse.Namespace) -> int:
     if sparse is not None:
         sparse.check(load_config(resolve_model_path(args.model)).selecting.values())
 
-    def heard(row: dict[str, Any]) -> None:
+    def on_result(row: dict[str, Any]) -> None:
         print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
 
     chosen = contenders(
@@ -228,7 +228,7 @@ def run_decoders(args: argparse.Namespace) -> int:
         seed=args.seed,
         model=args.model,
         draft_model=args.draft_model,
-        on_result=heard,
+        on_result=on_result,
         max_num_seqs=min(args.max_num_seqs, args.num_problems),
         max_model_len=args.max_model_len or (args.context if args.task == "recall" else 320),
     )

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         clock=args.clock,
     )
 
-    def heard(line: str) -> None:
+    def on_line(line: str) -> None:
         if not args.quiet:
             print(line, file=sys.stderr, flush=True)
 
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     del arguments["admission"]
     if not has_draft:
         arguments["draft_model"] = None
-    with Profiler(plan, arguments, heard) as profiler:
+    with Profiler(plan, arguments, on_line) as profiler:
         prompts: list[Prompt] = list(given)
         if not prompts:
             asked = questions(args.task, args.seed, args.num_prompts, context=context or args.context or 2048)

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.served
     first = decoding_from(args, beside_profile=True)
     if isinstance(first, Routed):
-        first = first.choose(has_draft=has_draft(args), certain=args.draft_model == "ngram")[0]
+        first = first.choose(has_draft=has_draft(args), deterministic_drafts=args.draft_model == "ngram")[0]
     if isinstance(first, Auto) and args.profile is None:
         raise ValueError(
             "--decoding of serve must name a decoder, got auto: each request chooses among those that are served; "

@@ -231,8 +231,9 @@ class SMC(Decoding):
     def check_draft(self, draft: Drafting, control: float | None = None) -> None:
         """Refuses drafts that give probability 0 to tokens of the target, but at control 1.
 
-        No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
-        such a draft is, where the target likes it. Pipelined, it refuses drafts that wait for the target.
+        No weight makes up for tokens that are never drawn, such as those beside a deterministic draft that is always
+        accepted: below a control of 1 it is, if the target likes it. Pipelined, SMC refuses drafts that wait for the
+        target.
         """
         if self.pipelined and draft.taps:
             raise ValueError(

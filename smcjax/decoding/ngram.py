@@ -1,7 +1,7 @@
 """Drafts without a model: what followed the last time when a row's newest tokens stood in its own text.
 
-Prompt-lookup decoding. A draft is certain, q(d) = 1, so a decoder that rejects accepts it with probability p(d) and
-otherwise draws from p without it: exact. Importance weights cannot make up for q = 0 elsewhere.
+Prompt-lookup decoding. A draft is deterministic, q(d) = 1, so a decoder that rejects accepts it with probability p(d)
+and otherwise draws from p without it: exact. Importance weights cannot make up for q = 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class NGram:
     ) -> tuple[Drafts, None]:
         """The K tokens behind each row's newest earlier match, repeated from there on where the text ends."""
         tokens = lookup(groups.sequences.tokens, groups.sequences.length, speculation.gamma, self.longest)
-        return Drafts(tokens, jnp.zeros(tokens.shape, jnp.float32), certain=True), None
+        return Drafts(tokens, jnp.zeros(tokens.shape, jnp.float32), deterministic=True), None
 
 
 def lookup(tokens: Int[Array, "R T"], length: Int[Array, " R"], count: int, longest: int) -> Int[Array, "R K"]:

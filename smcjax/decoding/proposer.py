@@ -26,11 +26,11 @@ class Drafts:
     tokens: Int[Array, "R K"]
     logprobs: Float[Array, "R K"]  # log q of each
     logits: Float[Array, "R K V"] | None = None  # q = softmax of these, where they were asked for and drafts are drawn
-    certain: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})  # q of each is 1
+    deterministic: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})  # q of each is 1
 
     def whole(self, vocab_size: int) -> Float[Array, "R K V"]:
         """Logits of q over all tokens, which drafts that are drawn must have been asked for."""
-        if self.certain:
+        if self.deterministic:
             return jnp.where(jax.nn.one_hot(self.tokens, vocab_size, dtype=bool), 0.0, -jnp.inf)
         assert self.logits is not None
         return self.logits

@@ -75,6 +75,6 @@ def check_devices(size: object, of_draft: object, separate_draft: object) -> Non
         raise ValueError(f"draft_tensor_parallel_size must be 1 or tensor_parallel_size = {size}, got {of_draft}.")
 
 
-def compiles_at_start(asked: bool | None) -> bool:
-    """True where all programs are compiled at once: as asked, and for None on a GPU alone."""
-    return not on_cpu() if asked is None else asked
+def compiles_at_start(requested: bool | None) -> bool:
+    """True where all programs are compiled at once: as requested, and for None on a GPU alone."""
+    return not on_cpu() if requested is None else requested

@@ -137,7 +137,7 @@ class Engine:
 
     @reset_on_error
     def add_request(self, request: Request, *, stream: bool = False, arrived: float | None = None) -> None:
-        """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`).
+        """Queues a checked request; `stream` asks for its text as the stable prefix grows (`chunks`).
 
         `arrived` is the request's time of arrival by `time.perf_counter()`; None: now.
         """
@@ -358,7 +358,7 @@ class Engine:
         return size is not None
 
     def _take_compiled(self) -> None:
-        """Takes note of what has been compiled beside."""
+        """Registers programs that were compiled in the background."""
         compiled = self._background.take()
         if compiled is None:
             return
@@ -366,7 +366,7 @@ class Engine:
         features = program.features
         if error is not None and not features:
             raise error
-        self._choice.note(size, features, error)
+        self._choice.register(size, features, error)
         if error is None:
             self._scheduler.ready.add(size)
 
@@ -388,11 +388,11 @@ class Engine:
         if name in self._preempted:
             return self._preempted.pop(name).again(group)
         request, tokenizer = group.request, self._tokenizer
-        certain = StablePrefixStream(request, tokenizer) if name in self._streams else None
+        stable_prefix = StablePrefixStream(request, tokenizer) if name in self._streams else None
         stops = StopStrings(request, tokenizer) if request.params.stop_strings and tokenizer is not None else None
         times = Times(self._arrivals[name], began=self._clock.at())
-        running = Running(group, self._decoder, certain, stops, times)
-        if certain is not None and request.trace:
+        running = Running(group, self._decoder, stable_prefix, stops, times)
+        if stable_prefix is not None and request.trace:
             running.history = self._decoder.history(len(request.token_ids))
         return running
 
@@ -413,7 +413,7 @@ class Engine:
         self._scheduler.ready.update(sizes)
         features = program.features
         while (size := self._choice.missing(sizes, features)) is not None:
-            self._choice.note(size, features)
+            self._choice.register(size, features)
 
     def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
         """Sends for a program's results, and for the number of free pages where it says that."""
@@ -466,7 +466,7 @@ class Engine:
         if kind == "prompt":
             return
         name = running.request.request_id
-        if running.certain is not None and name in self._streams:
+        if running.stable_prefix is not None and name in self._streams:
             chunk = running.news(kind, value)
             if chunk is not None:
                 self._streams[name].append(chunk)
@@ -505,16 +505,17 @@ class Engine:
             preemptions=running.preemptions,
             aborted=running.aborted,
             refused=running.refused,
-            text_of=None if running.certain is None else running.certain.text_of,
+            text_of=None if running.stable_prefix is None else running.stable_prefix.text_of,
         )
         output = running.completed(output, int(population.selected[0]))
         if output.smc is not None and output.smc.warning is not None:
             logger.warning("Request %s: %s.", request.request_id, output.smc.warning)
-        if running.certain is not None:
+        prefix = running.stable_prefix
+        if prefix is not None:
             answer = output.outputs[0]
-            if len(answer.token_ids) < len(running.certain.token_ids) and (running.aborted or output.error is not None):
-                # It had begun again, or failed: what its reader has got is what there is.
-                text, token_ids = running.certain.text, running.certain.token_ids
+            if len(answer.token_ids) < len(prefix.token_ids) and (running.aborted or output.error is not None):
+                # The group had begun again, or failed: the answer is what was emitted.
+                text, token_ids = prefix.text, prefix.token_ids
                 answer = dataclasses.replace(
                     answer, text=text, token_ids=list(token_ids), logprobs=None, top_logprobs=None
                 )
@@ -527,7 +528,7 @@ class Engine:
                     accepted_at=report.accepted_at,
                 )
                 output = dataclasses.replace(output, outputs=[answer], metrics=metrics)
-            self._end_stream(output, *running.certain.rest(answer.text, answer.token_ids))
+            self._end_stream(output, *prefix.rest(answer.text, answer.token_ids))
         return output
 
     def _ended_in_the_queue(self, request: Request) -> RequestOutput:
@@ -536,22 +537,23 @@ class Engine:
         if running is None:
             return aborted_in_the_queue(request, self._decoder.decoding)
         running.times.ended = self._clock.at()
-        text, token_ids = ("", []) if running.certain is None else (running.certain.text, running.certain.token_ids)
+        prefix = running.stable_prefix
+        text, token_ids = ("", []) if prefix is None else (prefix.text, prefix.token_ids)
         return aborted_in_the_queue(
             request, self._decoder.decoding, running.times, text, token_ids, running.preemptions
         )
 
     def _end_stream(self, output: RequestOutput, text: str, token_ids: list[int]) -> None:
-        """Adds the last chunk to the request's stream, if anybody reads it."""
+        """Adds the last chunk to the request's stream, if the request streams."""
         if output.request_id in self._streams:
-            answer, said = output.outputs[0], len(output.outputs[0].token_ids) - len(token_ids)
+            answer, emitted = output.outputs[0], len(output.outputs[0].token_ids) - len(token_ids)
             chunk = StreamChunk(
                 text,
                 token_ids,
                 finished=True,
                 output=output,
-                logprobs=None if answer.logprobs is None else answer.logprobs[said:],
-                top_logprobs=None if answer.top_logprobs is None else answer.top_logprobs[said:],
+                logprobs=None if answer.logprobs is None else answer.logprobs[emitted:],
+                top_logprobs=None if answer.top_logprobs is None else answer.top_logprobs[emitted:],
             )
             self._streams[output.request_id].append(chunk)
 

@@ -215,7 +215,7 @@ class LLM:
             else:
                 has_draft = gives_draft(model, draft_model, draft_drop_layers)
             if isinstance(choice, Routed):
-                choice, *beside = choice.choose(has_draft=has_draft, certain=draft_model == NGRAM)
+                choice, *beside = choice.choose(has_draft=has_draft, deterministic_drafts=draft_model == NGRAM)
                 self._exact = beside[0] if beside else None
                 if not has_draft:
                     logger.warning(

@@ -198,7 +198,7 @@ def decide(
     n, gamma = program.rows, program.speculation.gamma
     greedy = state.requests.temperature == 0
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
-    draft = None if drafts.certain else Softmax.of(drafts.whole(target.logits.shape[-1]))
+    draft = None if drafts.deterministic else Softmax.of(drafts.whole(target.logits.shape[-1]))
 
     def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax | None, tokens: jax.Array) -> Verdict:
         p = _law(target, greedy)

@@ -18,7 +18,7 @@ from smcjax.server.events import Record
 from smcjax.server.models import VirtualModel
 from smcjax.server.population import Cycles, end_of, population_of
 from smcjax.server.schemas import Ask, StreamOptions
-from smcjax.server.shapes import Shapes, Told
+from smcjax.server.shapes import Emitted, Shapes
 from smcjax.server.state import Served
 
 
@@ -50,8 +50,8 @@ class Answers:
         traced = ask.smc is not None and (ask.smc.trace or ask.smc.events)
         self._record: Record | None = served.records.open(self.id) if traced else None
         texts, ends = served.token_texts(model), frozenset(streams[0].stop_ids)
-        self._told_of = [
-            Told(
+        self._emitted_of = [
+            Emitted(
                 index,
                 texts,
                 stream.prompt_token_ids,
@@ -90,7 +90,7 @@ class Answers:
 
     def _whole(self) -> Response:
         outputs = [output for output in self._outputs if output is not None]
-        choices = [self._shapes.choice(*one) for one in zip(self._told_of, outputs, strict=True)]
+        choices = [self._shapes.choice(*one) for one in zip(self._emitted_of, outputs, strict=True)]
         head, rest = self._head(self._shapes.reply_object), {"usage": self._usage(), **self._smc(*outputs)}
         # One by one, for no thread goes on while one of them is written.
         text = f'{dumps(head)[:-1]},"choices":[{",".join(map(dumps, choices))}],{dumps(rest)[1:]}'
@@ -198,12 +198,12 @@ class Answers:
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for choice, chunk, event in chunks:
-                    told = self._told_of[choice]
+                    emitted = self._emitted_of[choice]
                     if chunk.prompt_logprobs is not None:  # as many as the prompt has tokens
-                        pieces = await self._served.beside(0, self._shapes.pieces, told, chunk)
+                        pieces = await self._served.beside(0, self._shapes.pieces, emitted, chunk)
                     else:
-                        pieces = self._shapes.pieces(told, chunk)
-                    told.first = False
+                        pieces = self._shapes.pieces(emitted, chunk)
+                    emitted.first = False
                     for piece in pieces:
                         reply = {**head, "choices": [piece]}
                         if piece is pieces[-1]:

@@ -7,7 +7,7 @@ from typing import Any
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.server.logprobs import Scored, as_objects, scored, scored_prompt
 from smcjax.server.schemas import ChatAsk
-from smcjax.server.shapes import Shapes, Told
+from smcjax.server.shapes import Emitted, Shapes
 
 
 class ChatShapes(Shapes):
@@ -22,39 +22,39 @@ class ChatShapes(Shapes):
     reply_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, told: Told, output: RequestOutput) -> dict[str, Any]:
+    def choice(self, emitted: Emitted, output: RequestOutput) -> dict[str, Any]:
         """A whole answer."""
         answer = output.outputs[0]
-        tokens, prompt = _content(scored(answer), told), scored_prompt(output, output.prompt_token_ids)
+        tokens, prompt = _content(scored(answer), emitted), scored_prompt(output, output.prompt_token_ids)
         return {
-            "index": told.index,
+            "index": emitted.index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": None if tokens is None else as_objects(tokens, told.texts),
+            "logprobs": None if tokens is None else as_objects(tokens, emitted.texts),
             "finish_reason": answer.finish_reason,
-            **told.prompt_field(prompt),
+            **emitted.prompt_field(prompt),
         }
 
-    def pieces(self, told: Told, chunk: StreamChunk) -> list[dict[str, Any]]:
+    def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
         """The role with the choice's first chunk; text with its tokens' log-probabilities; the end in its own piece.
 
         The prompt's log-probabilities are in the first piece of the chunk that brings them.
         """
-        pieces, tokens, prompt = [], _content(scored(chunk), told), scored_prompt(chunk, told.prompt_token_ids)
-        if told.first:
-            pieces.append(_piece(told.index, {"role": "assistant", "content": ""}))
+        pieces, tokens, prompt = [], _content(scored(chunk), emitted), scored_prompt(chunk, emitted.prompt_token_ids)
+        if emitted.first:
+            pieces.append(_piece(emitted.index, {"role": "assistant", "content": ""}))
         if chunk.text or tokens:
-            logprobs = as_objects(tokens, told.texts) if tokens else None
-            pieces.append(_piece(told.index, {"content": chunk.text}, logprobs=logprobs))
+            logprobs = as_objects(tokens, emitted.texts) if tokens else None
+            pieces.append(_piece(emitted.index, {"content": chunk.text}, logprobs=logprobs))
         if chunk.output is not None:
-            pieces.append(_piece(told.index, {}, finish=chunk.output.outputs[0].finish_reason))
-        pieces = pieces or [_piece(told.index, {})]
-        pieces[0] |= told.prompt_field(prompt)
+            pieces.append(_piece(emitted.index, {}, finish=chunk.output.outputs[0].finish_reason))
+        pieces = pieces or [_piece(emitted.index, {})]
+        pieces[0] |= emitted.prompt_field(prompt)
         return pieces
 
 
-def _content(tokens: list[Scored] | None, told: Told) -> list[Scored] | None:
+def _content(tokens: list[Scored] | None, emitted: Emitted) -> list[Scored] | None:
     """The tokens without the one that ends them."""
-    return None if tokens is None else [one for one in tokens if one.token not in told.ends]
+    return None if tokens is None else [one for one in tokens if one.token not in emitted.ends]
 
 
 def _piece(index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:

@@ -40,12 +40,12 @@ class Record:
 
     async def follow(self) -> AsyncGenerator[str]:
         """All events from the first one on, and those to come until the end."""
-        told = 0
+        emitted = 0
         while True:
             news = self._news
-            while told < len(self.events):
-                told += 1
-                yield self.events[told - 1]
+            while emitted < len(self.events):
+                emitted += 1
+                yield self.events[emitted - 1]
             if self.ended:
                 return
             await news.wait()

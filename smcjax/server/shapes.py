@@ -14,8 +14,8 @@ from smcjax.server.tokens import TokenTexts
 
 
 @dataclasses.dataclass
-class Told:
-    """One choice of a reply, and how much of it a stream has told.
+class Emitted:
+    """One choice of a reply, and how much of it a stream has emitted.
 
     Attributes:
         index: its place in the reply.
@@ -24,8 +24,8 @@ class Told:
         ends: tokens that end an answer, and are no content of it.
         echo: the prompt's text where the request wants it in front of the answer's, else None.
         prompt_logprobs: whether the request asks for these by that name.
-        first: whether nothing has been told yet.
-        length: characters told, the prompt's included.
+        first: whether nothing has been emitted yet.
+        length: characters emitted, the prompt's included.
         tokens_end: where the text of the next token begins, by the texts of the tokens before it.
     """
 
@@ -64,9 +64,9 @@ class Shapes(abc.ABC):
     chunk_object: ClassVar[str]
 
     @abc.abstractmethod
-    def choice(self, told: Told, output: RequestOutput) -> dict[str, Any]:
+    def choice(self, emitted: Emitted, output: RequestOutput) -> dict[str, Any]:
         """The entry of `choices` that is a whole answer."""
 
     @abc.abstractmethod
-    def pieces(self, told: Told, chunk: StreamChunk) -> list[dict[str, Any]]:
-        """The entries of `choices` that a chunk becomes, one a streamed reply; at least one. Moves `told` on."""
+    def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """The entries of `choices` that a chunk becomes, one a streamed reply; at least one. Moves `emitted` on."""

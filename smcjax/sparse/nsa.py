@@ -41,7 +41,6 @@ from smcjax.pallas.sparse.compress import compression_shapes
 from smcjax.pallas.sparse.gates import Products
 from smcjax.pallas.sparse.grouped_attention import Part
 from smcjax.pallas.sparse.write_beside_gates import write_beside_gates
-from smcjax.normalize import short
 from smcjax.sparse.births import COMPRESSED, Bearing
 from smcjax.sparse.groups import (
     Chosen,

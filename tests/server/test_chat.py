@@ -12,7 +12,7 @@ import pytest
 from smcjax import SamplingParams
 from smcjax.engine.results.outputs import StreamChunk, TokenLogprob
 from smcjax.server.chat import ChatShapes
-from smcjax.server.shapes import Told
+from smcjax.server.shapes import Emitted
 from smcjax.server.tokens import TokenTexts
 from tests.server.conftest import EXACT_NAME, Running
 
@@ -95,12 +95,12 @@ def test_chunks_make_up_the_reply(client: openai.OpenAI, choices: int) -> None:
         assert [piece.delta.role for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
         assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
-        told = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content or []]
+        emitted = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content or []]
         assert choice.logprobs is not None
         whole = choice.logprobs.content or []
-        assert [(one.token, one.bytes) for one in told] == [(one.token, one.bytes) for one in whole]
-        np.testing.assert_allclose([one.logprob for one in told], [one.logprob for one in whole], atol=1e-4)
-        assert all(len(one.top_logprobs) == 2 for one in told)
+        assert [(one.token, one.bytes) for one in emitted] == [(one.token, one.bytes) for one in whole]
+        np.testing.assert_allclose([one.logprob for one in emitted], [one.logprob for one in whole], atol=1e-4)
+        assert all(len(one.top_logprobs) == 2 for one in emitted)
 
 
 @pytest.mark.parametrize("text", ["", "a"])
@@ -120,10 +120,10 @@ def test_prompt_logprobs_come_in_streams_once_a_choice(text: str) -> None:
     ]
     for order in ([0, 1, 2], [1, 2]):
         for asked in (True, False):
-            told, pieces = Told(0, TokenTexts(None), [3, 5], prompt_logprobs=asked), []
+            emitted, pieces = Emitted(0, TokenTexts(None), [3, 5], prompt_logprobs=asked), []
             for place in order:
-                pieces += ChatShapes().pieces(told, chunks[place])
-                told.first = False
+                pieces += ChatShapes().pieces(emitted, chunks[place])
+                emitted.first = False
             found = [piece["prompt_logprobs"] for piece in pieces if "prompt_logprobs" in piece]
             assert found == ([expected] if asked else [])
             assert "".join(piece["delta"].get("content", "") for piece in pieces) == f"{text}b"

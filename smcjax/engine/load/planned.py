@@ -18,11 +18,11 @@ logger = logging.getLogger("smcjax")
 
 
 class Planned:
-    """The decoder that a profile recommends for what is asked.
+    """The decoder that a profile recommends for what is requested.
 
     Args:
         path: of the profile.
-        asked: what is asked for, one plain answer a request.
+        requested: the options that the user gave; one plain answer a request.
         has_draft: whether there is a draft.
         max_num_seqs: requests that run at once, at most.
         max_model_len: tokens of a request, at most.
@@ -32,15 +32,15 @@ class Planned:
             sizes of a batch and all contexts of the profile, these as far as requests are as long.
         readings: it, and the same decoder with other readings of a sparse target's blocks that are faster at times.
 
-    Raises ValueError for a file that cannot be used, or that has no strategy for what is asked.
+    Raises ValueError for a file that cannot be used, or that has no strategy for what is requested.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], asked: Auto, *, has_draft: bool, max_num_seqs: int, max_model_len: int
+        self, path: str | os.PathLike[str], requested: Auto, *, has_draft: bool, max_num_seqs: int, max_model_len: int
     ) -> None:
         self._profile = Profile.load(path)
         self._planner = Planner(self._profile)
-        candidates = asked.candidates(self._profile, has_draft=has_draft)
+        candidates = requested.candidates(self._profile, has_draft=has_draft)
         contexts = {min(context, max_model_len) for context in self._profile.contexts}
         places = [(slots, context) for slots in buckets(max_num_seqs) for context in contexts]
         self.decoding = self._planner.best(candidates, places)

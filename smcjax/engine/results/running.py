@@ -25,7 +25,7 @@ class Running:
 
     group: Group
     decoder: Decoder[Any, Any, Any]
-    certain: StablePrefixStream | None  # of requests that stream
+    stable_prefix: StablePrefixStream | None  # of requests that stream
     stops: StopStrings | None  # of requests that have any
     times: Times
     preemptions: int = 0
@@ -33,11 +33,11 @@ class Running:
     refused: str | None = None  # why it cannot be answered
     last_cycle: int | None = None  # of its own, after which it is concluded: stop strings have settled its answer
     infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
-    first: Scores | None = None  # of first tokens, [N], where they are asked for
+    first: Scores | None = None  # of first tokens, [N], if the request has log-probabilities
     prompt: list[Scores] = dataclasses.field(default_factory=list)  # of the prompt, chunk by chunk
     history: CycleHistory | None = None  # of a population whose cycles are followed
-    heard: int = 0  # cycles that its reader has heard of, the first tokens' among them
-    heard_prompt: bool = False
+    observed: int = 0  # cycles in the reader's chunks so far; the first tokens count as one
+    observed_prompt: bool = False
 
     @property
     def request(self) -> Request:
@@ -57,13 +57,13 @@ class Running:
 
     def take(self, kind: str, value: Any) -> None:
         """Keeps what results will be made of, without the scores in a report that are for others in the batch."""
-        asked = self.request.params.scores(streams=self.certain is not None)
+        requested = self.request.params.scores(streams=self.stable_prefix is not None)
         if kind == "prompt":
             self.prompt.append(value)
         elif kind == "first":
-            self.first = value.scores if asked else None
+            self.first = value.scores if requested else None
         elif kind == "cycle":
-            self.infos.append(value if asked or value.scores is None else dataclasses.replace(value, scores=None))
+            self.infos.append(value if requested or value.scores is None else dataclasses.replace(value, scores=None))
 
     def settled(self, kind: str, value: Any) -> bool:
         """True where every row that may still answer holds a stop string now, or has ended."""
@@ -75,7 +75,7 @@ class Running:
         return self.stops.advance(*(x.tolist() for x in (value.tokens, lengths, *rows)))
 
     def scores(self, row: int, begin: int, end: int) -> Scored | None:
-        """The scores of tokens `begin` … `end − 1` of the answer that `row` has now; None where none were asked for."""
+        """The scores of tokens `begin` … `end − 1` of the answer that `row` has now; None without log-probabilities."""
         if self.first is None:
             return None
         return scores_along(
@@ -90,7 +90,7 @@ class Running:
         )
 
     def completed(self, output: RequestOutput, selected: int) -> RequestOutput:
-        """The output with the scores that were asked for, `selected` being the row that answers."""
+        """The output with the requested scores, `selected` being the row that answers."""
         answer = output.outputs[0]
         if self.request.params.logprobs and output.error is None:
             scored = self.scores(selected, 0, len(answer.token_ids))
@@ -99,53 +99,52 @@ class Running:
 
     def _prompt_fields(self) -> dict[str, Any]:
         """The prompt's log-probabilities as fields of outputs and chunks; none before all of it is read."""
-        asked, length = self.request.params.prompt_logprobs, len(self.request.token_ids)
-        if asked is None or sum(len(chunk.logprobs) for chunk in self.prompt) < length:
+        requested, length = self.request.params.prompt_logprobs, len(self.request.token_ids)
+        if requested is None or sum(len(chunk.logprobs) for chunk in self.prompt) < length:
             return {}
-        scored = prompt_scores(self.prompt, length, asked)
+        scored = prompt_scores(self.prompt, length, requested)
         return {
             "prompt_logprobs": [None, *scored.logprobs],
-            "prompt_top_logprobs": [None, *scored.top] if asked else None,
+            "prompt_top_logprobs": [None, *scored.top] if requested else None,
         }
 
     # For the reader.
 
     def news(self, kind: str, value: Any) -> StreamChunk | None:
-        """The chunk for what a report brings: text and tokens that are certain now, the prompt's scores, the cycle.
+        """The chunk that a report makes: growth of the stable prefix, scores of the prompt, the cycle; or None.
 
-        None where it brings nothing. What was under way when the group left is part of its population, and so of its
-        cycles, and of no more text.
+        A report that was under way when the group left adds a cycle and no text: the population holds its tokens.
         """
-        assert self.certain is not None
-        said, fields = len(self.certain.token_ids), dict[str, Any]()
-        text, token_ids, row = ("", [], 0) if self.times.ended else self._certain(kind, value)
-        scored = self.scores(row, said, said + len(token_ids)) if token_ids else None
+        assert self.stable_prefix is not None
+        emitted, fields = len(self.stable_prefix.token_ids), dict[str, Any]()
+        text, token_ids, row = ("", [], 0) if self.times.ended else self._stable_prefix(kind, value)
+        scored = self.scores(row, emitted, emitted + len(token_ids)) if token_ids else None
         if scored is not None:
             fields |= {
                 "logprobs": scored.logprobs,
                 "top_logprobs": scored.top if self.request.params.logprobs else None,
             }
-        if not self.heard_prompt:
+        if not self.observed_prompt:
             prompt = self._prompt_fields()
-            self.heard_prompt = bool(prompt)
+            self.observed_prompt = bool(prompt)
             fields |= prompt
         cycle = self._cycle(kind, value)
         if cycle is not None:
             fields["cycle"] = cycle
         return StreamChunk(text, token_ids, finished=False, **fields) if text or token_ids or fields else None
 
-    def _certain(self, kind: str, value: Any) -> tuple[str, list[int], int]:
-        """Text and tokens that have become certain, and a row that holds them."""
-        assert self.certain is not None
+    def _stable_prefix(self, kind: str, value: Any) -> tuple[str, list[int], int]:
+        """New text and tokens of the stable prefix, and a row that holds them."""
+        assert self.stable_prefix is not None
         if kind == "first":
-            return (*self.certain.begin(value.tokens), 0)
+            return (*self.stable_prefix.begin(value.tokens), 0)
         rows = self.decoder.rows_after(value)
         lengths = value.length - len(self.request.token_ids)
-        said = self.certain.advance(value.tokens, lengths, rows.ancestors, rows.alive)
-        return (*said, 0 if len(lengths) == 1 else int(np.argmax(rows.alive)))
+        emitted = self.stable_prefix.advance(value.tokens, lengths, rows.ancestors, rows.alive)
+        return (*emitted, 0 if len(lengths) == 1 else int(np.argmax(rows.alive)))
 
     def _cycle(self, kind: str, value: Any) -> Cycle | None:
-        """The cycle, for a reader who follows them and has not heard of it before."""
+        """The cycle, if the request has a trace and no earlier chunk had this cycle; otherwise None."""
         if not self.request.trace:
             return None
         if kind == "first":
@@ -154,7 +153,7 @@ class Running:
             cycle = Cycle(**self.history.add(value))
         else:
             cycle = later_cycle(self.request, len(self.infos), value, self.decoder.rows_after(value))
-        if cycle.index < self.heard:
+        if cycle.index < self.observed:
             return None
-        self.heard = cycle.index + 1
+        self.observed = cycle.index + 1
         return cycle

@@ -1,11 +1,11 @@
-"""Text as it becomes certain: what all rows that may still answer agree on.
+"""Streams the stable prefix of an answer: the tokens on which all rows that may still answer agree.
 
 A row can answer, or be an ancestor of one that does, as long as its weight is above 0. So the tokens at which all
 such rows begin alike, taken after resampling, are final whichever row is selected (docs/reference/laws.md, law 8).
 
 What a cycle costs is bounded by what it brings, however long the answer is:
 
-    rows     a tree of their tokens, in which equal beginnings are one path; what is certain leaves it at the root
+    rows     a trie of their tokens; the stable prefix leaves it at the root
     text     `AnswerText`, which decodes a few tokens for each new one
 """
 
@@ -22,7 +22,7 @@ from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 class _Node:
-    """The beginning of some rows, as a token behind its parent's."""
+    """A trie node: the prefix of some rows that ends with `token`."""
 
     __slots__ = ("children", "ends", "parent", "token")
 
@@ -33,12 +33,13 @@ class _Node:
 
 
 class _Rows:
-    """N rows of tokens behind what all of them begin with."""
+    """N rows as a trie. Its root is the end of their longest common prefix."""
 
     def __init__(self, count: int) -> None:
         self._root = _Node(-1, None)
         self._root.ends = count
-        self._at: list[_Node | None] = [self._root] * count  # where each row ends; None: it has no say
+        # The node at which each row ends; None: the row is not alive.
+        self._at: list[_Node | None] = [self._root] * count
         self._lengths = [0] * count
 
     def advance(
@@ -48,7 +49,7 @@ class _Rows:
         ancestors: list[int],
         alive: list[bool],
     ) -> None:
-        """Makes row i a copy of its ancestor, with as much of the ancestor's block as makes it `lengths[i]` long."""
+        """Replaces row i by its ancestor, extended by tokens of the ancestor's block to `lengths[i]` tokens."""
         before, old = self._at, self._lengths
         self._at = []
         for row, length, living in zip(ancestors, lengths, alive, strict=True):
@@ -65,13 +66,13 @@ class _Rows:
                 self._prune(node)
 
     def _prune(self, node: _Node) -> None:
-        """Removes nodes with which no row begins any more."""
+        """Removes `node` and its ancestors as far as no row has them as a prefix."""
         while not node.ends and not node.children and node.parent is not None:
             del node.parent.children[node.token]
             node = node.parent
 
     def agreed(self) -> list[int]:
-        """Takes the tokens that all rows go on alike with; from now on these are part of what all begin with."""
+        """Removes from the trie, and returns, the tokens by which the rows' common prefix has grown."""
         tokens = []
         while not self._root.ends and len(self._root.children) == 1:
             (self._root,) = self._root.children.values()
@@ -81,30 +82,29 @@ class _Rows:
 
 
 class StablePrefixStream:
-    """Follows one request's rows on the host and says what has become certain of its answer."""
+    """Follows one request's rows on the host and emits the stable prefix of its answer."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self._request = request
-        self.token_ids: list[int] = []  # of the answer, handed out so far
-        self._said: list[str] = []  # the same as text, in pieces
+        self.token_ids: list[int] = []  # of the answer, emitted so far
+        self._emitted: list[str] = []  # pieces of the text emitted so far
         self._rows = _Rows(0)
-        self._agreed = 0  # tokens, by the rows as they are now
-        self._followed = 0  # tokens that have been decoded
+        self._agreed = 0  # tokens of the common prefix since the group last began
+        self._followed = 0  # tokens of the common prefix that have been decoded
         self._text = None if tokenizer is None else AnswerText(tokenizer, request.token_ids)
-        self._open = ""  # text that may yet be the beginning of a stop string
-        self._stopped = False  # a stop string is there: the end says where it is cut
-        self._held: list[int] = []  # tokens that wait for their text, in which a stop string may be
+        self._open = ""  # decoded text that may be the start of a stop string
+        self._stopped = False  # a stop string was found; the whole answer's end decides where the text is cut
+        self._held: list[int] = []  # tokens whose text may hold a stop string; emitted with that text
 
     @property
     def text(self) -> str:
-        """The text that was handed out so far."""
-        return "".join(self._said)
+        """The text emitted so far."""
+        return "".join(self._emitted)
 
     def text_of(self, shown: Sequence[int]) -> str | None:
-        """The text of a whole answer of these tokens, with stop strings as they are in it.
+        """The text of the whole answer `shown`, not cut at stop strings.
 
-        None where that is not to be had from what has been decoded: the answer begins otherwise, or a stop string ended
-        the decoding.
+        None if the answer does not begin with the tokens decoded so far, or if a stop string ended the decoding.
         """
         decoded = self.token_ids + self._held
         if decoded and decoded[-1] in self._request.stop_ids:
@@ -113,12 +113,12 @@ class StablePrefixStream:
             return None
         text = self._text.copy()
         added = [text.feed(token) for token in shown[len(decoded) :]]
-        return "".join([*self._said, self._open, *added, text.rest()])
+        return "".join([*self._emitted, self._open, *added, text.rest()])
 
     def begin(self, first: np.ndarray) -> tuple[str, list[int]]:
         """Begins with the rows' first tokens [N]; returns as `advance` does.
 
-        A group that begins again goes through the same tokens as before; what has been said of them is not said again.
+        A group that begins again draws the same tokens as before; those already emitted are not emitted again.
         """
         count = len(first)
         self._rows, self._agreed = _Rows(count), 0
@@ -133,9 +133,13 @@ class StablePrefixStream:
         ancestors: np.ndarray,
         alive: np.ndarray,
     ) -> tuple[str, list[int]]:
-        """Follows a cycle: blocks [N, C], ancestors [N]; after it, generated lengths [N], who lives.
+        """Follows a cycle. Returns the text and the tokens that it adds to the stable prefix.
 
-        Returns the text and the tokens that have become certain by it.
+        Args:
+            tokens: the block of each row before resampling, [N, C].
+            lengths: generated tokens of each row after the cycle, [N].
+            ancestors: the row that each row is a copy of, [N].
+            alive: whether each row may still answer, [N].
         """
         self._rows.advance(tokens.tolist(), lengths.tolist(), ancestors.tolist(), alive.tolist())
         return self._news()
@@ -150,7 +154,7 @@ class StablePrefixStream:
         text = self._closed(self._decoded(fresh))
         if self._stopped:
             return "", []
-        self._said.append(text)
+        self._emitted.append(text)
         fresh, self._held = self._held + fresh, []
         if self._request.params.stop_strings and self._text is not None and self._text.open:
             self._held = fresh
@@ -159,14 +163,14 @@ class StablePrefixStream:
         return text, fresh
 
     def _decoded(self, fresh: list[int]) -> str:
-        """The settled text that these tokens add."""
+        """The final text that these tokens add."""
         if self._text is None:
             return ""
         shown = fresh[:-1] if fresh[-1] in self._request.stop_ids else fresh
         return "".join([self._text.feed(token) for token in shown])
 
     def _closed(self, added: str) -> str:
-        """Returns the unsaid text up to the first stop string, or to what may become one; the rest stays open."""
+        """The pending text up to a possible start of a stop string; the rest stays open."""
         stops = self._request.params.stop_strings
         text = self._open + added
         self._stopped = self._stopped or first_stop(text, stops) is not None
@@ -175,11 +179,11 @@ class StablePrefixStream:
         return text[:closed]
 
     def rest(self, text: str, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Returns the text and tokens of the whole answer that were not handed out yet."""
-        return text[sum(map(len, self._said)) :], list(token_ids[len(self.token_ids) :])
+        """The text and tokens of the whole answer that were not emitted yet."""
+        return text[sum(map(len, self._emitted)) :], list(token_ids[len(self.token_ids) :])
 
 
 def _open_end(text: str, stops: Sequence[str]) -> int:
-    """The number of characters at the end that may be the beginning of a stop string."""
+    """The length of the longest end of `text` that is the start of a stop string."""
     sizes = (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size]))
     return max(sizes, default=0)

@@ -28,7 +28,7 @@ WORDS: dict[Feature, str] = {
 def features_of(request: Request, *, streams: bool, ragged: bool = False) -> set[Feature]:
     """The features that a request asks for, those of its prompt among them; `ragged`: drafts can be rejected anyway."""
     params = request.params
-    asked: dict[Feature, bool] = {
+    requested: dict[Feature, bool] = {
         "truncation": params.truncates,
         "control": bool(params.control) and not ragged,
         "adjustments": params.adjusts,
@@ -36,12 +36,12 @@ def features_of(request: Request, *, streams: bool, ragged: bool = False) -> set
         "logprobs": params.scores(streams=streams),
         "prompt_logprobs": params.prompt_logprobs is not None,
     }
-    return {name for name, value in asked.items() if value}
+    return {name for name, value in requested.items() if value}
 
 
-def features_now(schedule: Schedule, asked: Iterable[set[Feature]]) -> frozenset[Feature]:
+def features_now(schedule: Schedule, requested: Iterable[set[Feature]]) -> frozenset[Feature]:
     """The features of a round's programs, of what its groups ask for; prompts are scored while they are read."""
-    features = {name for one in asked for name in one} - {"prompt_logprobs"}
+    features = {name for one in requested for name in one} - {"prompt_logprobs"}
     reading = (one.group.request.params for together in schedule.prefill for one in together)
     if any(params.prompt_logprobs is not None for params in reading):
         features.add("prompt_logprobs")
@@ -55,8 +55,8 @@ class ProgramVariants:
         self._compiled: set[tuple[int, frozenset[Feature]]] = set()
         self._unfit: dict[tuple[int, frozenset[Feature]], str] = {}  # why
 
-    def note(self, size: int, features: frozenset[Feature], error: ValueError | None = None) -> None:
-        """Notes that the programs for `size` slots are compiled or, with an error, that they do not fit."""
+    def register(self, size: int, features: frozenset[Feature], error: ValueError | None = None) -> None:
+        """Registers that the programs for `size` slots are compiled or, with an error, that they do not fit."""
         if error is None:
             self._compiled.add((size, features))
         else:
@@ -87,7 +87,7 @@ class ProgramVariants:
                 compile_programs([size], extended)
                 return extended, None
             except ValueError as error:
-                self.note(size, features, error)
+                self.register(size, features, error)
         compile_programs([size], program)
         return program, self._unfit[size, features] if features else None
 

@@ -24,8 +24,10 @@ def require_devices() -> None:
     try:
         jax.devices()
     except Exception as error:  # JAX gives an AssertionError where a named platform has no plugin
-        asked = os.environ.get("JAX_PLATFORMS")
-        given = f"JAX_PLATFORMS is {asked!r} and JAX has no such device here" if asked else "JAX has no device here"
+        requested = os.environ.get("JAX_PLATFORMS")
+        given = (
+            f"JAX_PLATFORMS is {requested!r} and JAX has no such device here" if requested else "JAX has no device here"
+        )
         raise RuntimeError(
             f"{given} ({str(error).strip() or type(error).__name__}); for an NVIDIA GPU use 'uv run --extra cuda13 "
             "smcjax …' (or cuda12), or leave JAX_PLATFORMS unset."

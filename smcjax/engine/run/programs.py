@@ -267,7 +267,7 @@ def shown(stack: contextlib.ExitStack, use_tqdm: bool) -> Progress:
     unless_terminal = None if "ipykernel" not in sys.modules else False
     closed = threading.Event()
 
-    def heard(done: int, total: int) -> None:
+    def on_report(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
             from tqdm import tqdm  # a tenth of what the package takes to be imported
@@ -284,7 +284,7 @@ def shown(stack: contextlib.ExitStack, use_tqdm: bool) -> Progress:
         while not closed.wait(1):
             bar.refresh()
 
-    return heard
+    return on_report
 
 
 def abstract(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Text as it becomes certain: final, whole characters, and in the end exactly the answer."""
+"""Text as it becomes stream: final, whole characters, and in the end exactly the answer."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_what_was_said_stays_said(
     history: tuple[list[tuple[list[list[int]], list[int]]], int], stops: tuple[str, ...]
 ) -> None:
     cycles, selected = history
-    certain = StablePrefixStream(request(*stops), BYTES)
+    stream = StablePrefixStream(request(*stops), BYTES)
     rows = [[97] for _ in cycles[0][0]]
-    said = [certain.begin(np.array([97] * len(rows)))]
+    emitted = [stream.begin(np.array([97] * len(rows)))]
     for block, ancestors in cycles:
         rows = [rows[a] + block[a] for a in ancestors]
         lengths = np.array([len(row) for row in rows])
-        said.append(certain.advance(np.array(block), lengths, np.array(ancestors), np.ones(len(rows), bool)))
-        together = "".join(text for text, _ in said)
+        emitted.append(stream.advance(np.array(block), lengths, np.array(ancestors), np.ones(len(rows), bool)))
+        together = "".join(text for text, _ in emitted)
         for row in rows:
             whole = BYTES.decode(row)
             cut = first_stop(whole, stops)
@@ -64,42 +64,42 @@ def test_what_was_said_stays_said(
             assert answer.startswith(together) or (whole + "\ufffd").startswith(together)
             assert "\ufffd" not in together or "\ufffd" in whole[: len(together)]
     output = _completion(request(*stops), rows[selected], BYTES)
-    assert _completion(request(*stops), rows[selected], BYTES, certain.text_of) == output
-    assert stops or certain.text_of(rows[selected]) == BYTES.decode(rows[selected])
-    assert certain.text_of([98, *rows[selected]]) is None, "that answer begins otherwise"
-    said.append(certain.rest(output.text, output.token_ids))
-    assert "".join(text for text, _ in said) == output.text
-    assert [token for _, tokens in said for token in tokens] == output.token_ids
+    assert _completion(request(*stops), rows[selected], BYTES, stream.text_of) == output
+    assert stops or stream.text_of(rows[selected]) == BYTES.decode(rows[selected])
+    assert stream.text_of([98, *rows[selected]]) is None, "that answer begins otherwise"
+    emitted.append(stream.rest(output.text, output.token_ids))
+    assert "".join(text for text, _ in emitted) == output.text
+    assert [token for _, tokens in emitted for token in tokens] == output.token_ids
 
 
 @pytest.mark.parametrize("block", [1, 2, 5, 9])
 def test_tokens_wait_for_their_text_where_it_may_hold_a_stop_string(block: int) -> None:
     """Byte tokens become text only as they end; one of them may be a stop string, which cuts what comes behind."""
     ids = [BYTE_FALLBACK.vocab["▁a"], *(3 + byte for byte in "🎈🎈🎈🎈".encode())]
-    certain, asked = StablePrefixStream(request("🎈"), BYTE_FALLBACK), request("🎈")
-    said = [certain.begin(np.array(ids[:1]))]
+    stream, asked = StablePrefixStream(request("🎈"), BYTE_FALLBACK), request("🎈")
+    emitted = [stream.begin(np.array(ids[:1]))]
     for at in range(1, len(ids), block):
         some = ids[at : at + block]
-        said.append(certain.advance(np.array([some]), np.array([at + len(some)]), np.array([0]), np.ones(1, bool)))
+        emitted.append(stream.advance(np.array([some]), np.array([at + len(some)]), np.array([0]), np.ones(1, bool)))
     answer = _completion(asked, ids, BYTE_FALLBACK)
-    said.append(certain.rest(answer.text, answer.token_ids))
-    assert "".join(text for text, _ in said) == answer.text
-    assert [token for _, tokens in said for token in tokens] == answer.token_ids
+    emitted.append(stream.rest(answer.text, answer.token_ids))
+    assert "".join(text for text, _ in emitted) == answer.text
+    assert [token for _, tokens in emitted for token in tokens] == answer.token_ids
     assert len(answer.token_ids) < len(ids)
 
 
 def test_rows_without_weight_have_no_say() -> None:
-    certain = StablePrefixStream(request(), BYTES)
-    certain.begin(np.array([*b"aa"]))
-    said = certain.advance(np.array([[98], [99]]), np.array([2, 2]), np.array([0, 1]), np.array([True, False]))
-    assert said == ("b", [98])
+    stream = StablePrefixStream(request(), BYTES)
+    stream.begin(np.array([*b"aa"]))
+    emitted = stream.advance(np.array([[98], [99]]), np.array([2, 2]), np.array([0, 1]), np.array([True, False]))
+    assert emitted == ("b", [98])
 
 
 @pytest.mark.parametrize("resampled", [False, True])
 def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool) -> None:
     """The weights that a cycle reports are those from before its resampling, which gives every row the same again."""
-    certain = StablePrefixStream(request(), BYTES)
-    certain.begin(np.array([*b"aa"]))
+    stream = StablePrefixStream(request(), BYTES)
+    stream.begin(np.array([*b"aa"]))
     cycle = SimpleNamespace(
         length=np.array([2, 2]) + len(request().token_ids),
         resampled=resampled,
@@ -110,7 +110,7 @@ def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool
     )
     model = tiny_config()
     decoder = SMCDecoder(SMC(2, 1), model, model, 16)
-    running = Running(Group(request(), 0), decoder, certain, None, Times(0.0, 0.0))
+    running = Running(Group(request(), 0), decoder, stream, None, Times(0.0, 0.0))
     chunk = running.news("cycle", cycle)
     assert (chunk.text if chunk else "") == ("" if resampled else "b")
 
@@ -194,9 +194,9 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
             super().__init__(token, parent)
 
     monkeypatch.setattr(streaming, "_Node", Node)
-    certain = StablePrefixStream(request("stop", "zzzz"), Counting(BYTES._inner, BYTES.vocab))
-    certain.begin(np.array([97, 97, 97]))
-    said, cycles = [1], 3000
+    stream = StablePrefixStream(request("stop", "zzzz"), Counting(BYTES._inner, BYTES.vocab))
+    stream.begin(np.array([97, 97, 97]))
+    emitted, cycles = [1], 3000
     for cycle in range(cycles):
         block = {
             "alike": np.full((3, 2), 97 + cycle % 7),
@@ -207,10 +207,10 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
         together = kind == "letters" and cycle % 5 == 4
         ancestors = np.zeros(3, int) if together else np.arange(3)
         lengths = np.full(3, 1 + 2 * (cycle + 1))
-        said.append(len(certain.advance(block, lengths, ancestors, np.ones(3, bool))[1]))
+        emitted.append(len(stream.advance(block, lengths, ancestors, np.ones(3, bool))[1]))
     # The last replacement may yet become a character, so where there are stop strings tokens wait for what follows.
-    assert (sum(said) + len(certain._held) > 5990) is (kind != "apart")
-    assert kind == "junk" or not certain._held
+    assert (sum(emitted) + len(stream._held) > 5990) is (kind != "apart")
+    assert kind == "junk" or not stream._held
     assert work["places"] < 3 * (2 * 3 * cycles)
     assert work["decoded"] < 8 * 2 * cycles
 
@@ -243,7 +243,7 @@ PIECES = ["a", "c", "€", "é", "🎈", b"\xff", b"\x80", b"\xe2"]
 
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12), st.sampled_from([1, 2, 5]))
 def test_byte_tokens_are_said_when_nothing_can_change_them(pieces: list[str | bytes], step: int) -> None:
-    """An invalid byte behind a character turns both into replacements: neither may have been said."""
+    """An invalid byte behind a character turns both into replacements: neither may have been emitted."""
     word = BYTE_FALLBACK.vocab["▁a"]
     ids = [word]
     for piece in pieces:
@@ -253,8 +253,8 @@ def test_byte_tokens_are_said_when_nothing_can_change_them(pieces: list[str | by
             ids += [3 + byte for byte in (piece.encode() if isinstance(piece, str) else piece)]
     ids.append(word)
     text = StablePrefixStream(request(), BYTE_FALLBACK)
-    said = [text.begin(np.array(ids[:1]))[0]]
+    emitted = [text.begin(np.array(ids[:1]))[0]]
     for at in range(1, len(ids), step):
         block = ids[at : at + step]
-        said.append(text.advance(np.array([block]), np.array([at + len(block)]), np.array([0]), np.ones(1, bool))[0])
-    assert "".join(said) == BYTE_FALLBACK.decode(ids), "the last token is a word, so all of it is certain"
+        emitted.append(text.advance(np.array([block]), np.array([at + len(block)]), np.array([0]), np.ones(1, bool))[0])
+    assert "".join(emitted) == BYTE_FALLBACK.decode(ids), "the last token is a word, so all of it is stream"

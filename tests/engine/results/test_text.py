@@ -80,7 +80,7 @@ def fewest(kind: str, prompt: list[int], answer: list[int], stops: list[str]) ->
 @settings(max_examples=1500)
 @given(cases(), st.data())
 def test_streamed_is_whole(case: tuple[str, list[int], list[int]], data: st.DataObject) -> None:
-    """For any tokenizer, tokens, stop strings and cycles; nothing that was said changes."""
+    """For any tokenizer, tokens, stop strings and cycles; nothing that was emitted changes."""
     kind, prompt, answer = case
     tokenizer = KINDS[kind]
     if not answer:
@@ -90,22 +90,22 @@ def test_streamed_is_whole(case: tuple[str, list[int], list[int]], data: st.Data
     stops = data.draw(st.lists(st.sampled_from([*parts, "\ufffd", "zz"]), max_size=2))
     params = SamplingParams(stop=stops or None)
     request = Request("0", None, prompt, params, 10**6, (tokenizer.vocab["</s>"],), 0, 1)
-    certain, said = StablePrefixStream(request, tokenizer), []
-    said.append(certain.begin(np.array(answer[:1])))
+    stream, emitted = StablePrefixStream(request, tokenizer), []
+    emitted.append(stream.begin(np.array(answer[:1])))
     at = 1
     while at < len(answer):
         block = answer[at : at + data.draw(st.integers(1, 6))]
         at += len(block)
-        said.append(certain.advance(np.array([block]), np.array([at]), np.array([0]), np.ones(1, bool)))
-        text = "".join(text for text, _ in said)
+        emitted.append(stream.advance(np.array([block]), np.array([at]), np.array([0]), np.ones(1, bool)))
+        text = "".join(text for text, _ in emitted)
         assert whole.startswith(text)
         assert first_stop(text, stops) is None
     output = _completion(request, answer, tokenizer)
-    assert _completion(request, answer, tokenizer, certain.text_of) == output
-    assert stops or certain.text_of(answer) == whole, "it was to be had from what has been decoded"
-    said.append(certain.rest(output.text, output.token_ids))
-    assert "".join(text for text, _ in said) == output.text
-    assert [token for _, tokens in said for token in tokens] == output.token_ids
+    assert _completion(request, answer, tokenizer, stream.text_of) == output
+    assert stops or stream.text_of(answer) == whole, "it was to be had from what has been decoded"
+    emitted.append(stream.rest(output.text, output.token_ids))
+    assert "".join(text for text, _ in emitted) == output.text
+    assert [token for _, tokens in emitted for token in tokens] == output.token_ids
     assert not stops or output.token_ids == fewest(kind, prompt, answer, stops)
     cut = first_stop(whole, stops)
     if cut is not None:
@@ -115,27 +115,27 @@ def test_streamed_is_whole(case: tuple[str, list[int], list[int]], data: st.Data
 
 @given(cases())
 def test_text_comes_early(case: tuple[str, list[int], list[int]]) -> None:
-    """At any time what is not said yet is one open character, or a run of byte tokens."""
+    """At any time what is not emitted yet is one open character, or a run of byte tokens."""
     kind, prompt, answer = case
     tokenizer = KINDS[kind]
-    text, said = AnswerText(tokenizer, prompt), ""
+    text, emitted = AnswerText(tokenizer, prompt), ""
     for count, token in enumerate(answer, 1):
-        said += text.feed(token)
+        emitted += text.feed(token)
         shown = [t for t in (*prompt, *answer[:count]) if t in tokenizer.text_ids]
         if shown and shown[-1] not in tokenizer.byte_ids:
-            assert by_definition(kind, prompt, answer[:count]).removeprefix(said) in ("", "\ufffd")
+            assert by_definition(kind, prompt, answer[:count]).removeprefix(emitted) in ("", "\ufffd")
 
 
 @given(cases(), st.integers(0, 24))
 def test_copies_go_on_by_themselves(case: tuple[str, list[int], list[int]], at: int) -> None:
     kind, prompt, answer = case
     text = AnswerText(KINDS[kind], prompt)
-    said = "".join([text.feed(token) for token in answer[:at]])
+    emitted = "".join([text.feed(token) for token in answer[:at]])
     other = text.copy()
     for _ in range(3):
         other.feed(answer[0] if answer else 9999)
-    said += "".join([text.feed(token) for token in answer[at:]])
-    assert said + text.rest() == answer_text(KINDS[kind], prompt, answer)
+    emitted += "".join([text.feed(token) for token in answer[at:]])
+    assert emitted + text.rest() == answer_text(KINDS[kind], prompt, answer)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -209,12 +209,12 @@ def test_a_choice_takes_the_fewest_features_that_suffice() -> None:
     a, ab, none = frozenset({"logprobs"}), frozenset({"logprobs", "adjustments"}), frozenset[str]()
     choice = ProgramVariants()
     assert (choice.sizes(none), choice.at(4, none), choice.missing([4, 1], a)) == ([], None, 4)
-    choice.note(4, ab)
-    choice.note(1, a, ValueError("too large"))
+    choice.register(4, ab)
+    choice.register(1, a, ValueError("too large"))
     assert (choice.sizes(none), choice.sizes(a), choice.at(4, a), choice.at(1, a)) == ([4], [4], ab, None)
     assert (choice.missing([4, 1], a), choice.missing([1], a), choice.missing([4], ab)) == (4, None, None)
-    choice.note(4, a)
-    choice.note(2, none)
+    choice.register(4, a)
+    choice.register(2, none)
     assert (choice.sizes(none), choice.at(4, none), choice.at(4, ab), choice.at(2, none)) == ([2, 4], a, ab, none)
 
 
