@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float
 
 from smcjax import noise
 from smcjax.decoders.parts import Ending, Potential
-from smcjax.decoding.constraints import extend, row_constraint
+from smcjax.decoding.constraints import RowConstraint, extend, row_constraint
 from smcjax.decoding.cycle_view import keep_pages
-from smcjax.decoding.distribution import SamplingDistribution, row_features
+from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.proposer import Drafts
@@ -46,10 +46,11 @@ from smcjax.smc.weights import temper
 def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every live particle by one cycle, of `SMC.tokens_per_cycle` tokens at most."""
     ran, acceptance = state.running, acceptance_of(program, state)
-    keep_logits = acceptance.rejects
-    state, drafts, copies = propose(program, params, state, draft_distribution(program, state), keep_logits=keep_logits)
+    constraint = row_constraint(state, program.rows)
+    proposal = draft_distribution(state, constraint)
+    state, drafts, copies = propose(program, params, state, proposal, keep_logits=acceptance.rejects)
     state, logits = score(program, params, state, drafts.tokens, copies)
-    scored = scored_drafts(program, state, logits, drafts)
+    scored = scored_drafts(program, state, logits, drafts, constraint)
     block = acceptance.judge(scored)
     state = end(commit(state, block, program.decoding.potentials), ending_of(program.decoding))
     if acceptance.rejects:
@@ -59,24 +60,26 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     return resample(program, state, block, ran)
 
 
-def draft_distribution(program: SMCProgram, state: State) -> SamplingDistribution:
+def draft_distribution(state: State, constraint: RowConstraint | None) -> SamplingDistribution:
     """q, with the target's minimum of tokens and constraint, and never truncated."""
     return SamplingDistribution(
         state.per_row(state.requests.temperature),
         state.per_row(state.requests.stops),
         state.per_row(state.requests.min_tokens),
-        features=row_features(state, program.rows, ()),
+        features=() if constraint is None else (constraint,),
     )
 
 
-def scored_drafts(program: SMCProgram, state: State, logits: Float[Array, "R C V"], drafts: Drafts) -> Scored:
+def scored_drafts(
+    program: SMCProgram, state: State, logits: Float[Array, "R C V"], drafts: Drafts, constraint: RowConstraint | None
+) -> Scored:
     """The drafts with the target's tempered logits and the keys of this cycle."""
     key, cycle = state.requests.key, state.cycle
     return Scored(
         power=program.decoding.power,
         logits=tempered(state, logits),
         drafts=drafts,
-        constraint=row_constraint(state, program.rows),
+        constraint=constraint,
         accept_keys=group_keys(key, cycle, Purpose.ACCEPT),
         next_keys=row_keys(key, cycle, program.rows, Purpose.BONUS),
     )

@@ -95,7 +95,8 @@ def draft_and_score(
     def drafting(memory: Any) -> tuple[Any, Drafts]:
         groups = dataclasses.replace(ahead, memory=dataclasses.replace(ahead.memory, draft=memory))
         drafts, memory = proposer.propose(
-            program.speculation, params.draft, groups, copies, draft_distribution(program, ahead),
+            program.speculation, params.draft, groups, copies,
+            draft_distribution(ahead, row_constraint(ahead, program.rows)),
             page_size=program.page_size,
         )  # fmt: skip
         return memory, drafts

@@ -61,7 +61,7 @@ def increments(logits: np.ndarray, tokens: np.ndarray, power: float, temperature
     requests = dataclasses.replace(state.requests, temperature=jnp.full(ROWS, temperature))
     state = dataclasses.replace(state, requests=requests)
     drafts = Drafts(jnp.asarray(tokens), jnp.zeros((ROWS, GAMMA)))
-    block = smc.KeepAll().judge(cycle.scored_drafts(program, state, jnp.asarray(logits), drafts))
+    block = smc.KeepAll().judge(cycle.scored_drafts(program, state, jnp.asarray(logits), drafts, None))
     return np.asarray(block.increments, np.float64)
 
 

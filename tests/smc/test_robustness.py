@@ -229,9 +229,9 @@ def test_draft_equal_to_target_changes_no_weight() -> None:
 def propose_and_verify(program: smc.Program, params: smc.PairParams, prompts: Any, requests: Any) -> tuple[Any, ...]:
     """The first cycle up to its weights: state, drafts, increments."""
     state = smc.init(program, params, prompts, requests)
-    state, drafts, copies = propose(program, params, state, cycle.draft_distribution(program, state))
+    state, drafts, copies = propose(program, params, state, cycle.draft_distribution(state, None))
     state, logits = score(program, params, state, drafts.tokens, copies)
-    block = smc.KeepAll().judge(cycle.scored_drafts(program, state, logits, drafts))
+    block = smc.KeepAll().judge(cycle.scored_drafts(program, state, logits, drafts, None))
     return state, drafts.tokens, block.increments
 
 
