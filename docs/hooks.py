@@ -1,13 +1,16 @@
-"""Hooks of mkdocs: the page of the command line, from its parsers."""
+"""Hooks of mkdocs: the page of the command line, from its parsers; pages that fetch nothing."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 os.environ["COLUMNS"] = "100"  # which argparse breaks lines at
 PAGE = "reference/cli.md"
@@ -37,3 +40,9 @@ def command_line() -> str:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, PAGE, content=command_line()))
     return files
+
+
+@event_priority(-100)  # behind the plugin of notebooks, which adds it to every page
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Without the script that fetches MathJax: no page has formulas, and nothing is fetched as a page is read."""
+    return re.sub(r"<script data-mkdocs-jupyter-mathjax=.*?</script>\s*", "", output, flags=re.DOTALL)
