@@ -104,6 +104,7 @@ def _float32_phases(decoding: SMC) -> list[Any]:
     return cycle.cycle_phases(models.target_config, models.draft_config, decoding.speculation, groups=2, context=10)
 
 
+@pytest.mark.slow
 def test_own_pages_of_nothing_changes_nothing() -> None:
     case = small_case(SMC(3, 2, control=0), synthetic_kv=True)
     models = Models("tiny-target", "tiny-draft")

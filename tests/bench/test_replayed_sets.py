@@ -128,6 +128,7 @@ class Ignoring(Replay):
 RANKS = "topk"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [MERGED, SparseVerification()], ids=["merged", "by itself"])
 def test_a_forward_reads_the_stored_sets_and_still_routes(sparse: SparseVerification) -> None:
     """By groups and query by query: what is counted is what is stored, hidden states follow, and blocks are ranked.
@@ -175,6 +176,7 @@ def test_programs_are_watched_within_watching_alone() -> None:
     assert untouched.shape == (1, QUERIES, CONFIG.hidden_size)
 
 
+@pytest.mark.slow
 def test_kernels_route_beside_replayed_sets() -> None:
     """Lowered for CUDA: scores are kept and blocks ranked by as many launches as without, of which the sets depend.
 

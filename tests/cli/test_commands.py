@@ -47,6 +47,7 @@ def test_generate_by_the_target_alone(smcjax: Command, models: list[str]) -> Non
     assert "ESS" not in greedy[0].err
 
 
+@pytest.mark.slow
 def test_where_no_decoder_is_named(smcjax: Command, models: list[str], tmp_path: Path) -> None:
     """The rule of `LLM` holds: for one request, for those of a file, without a draft; the figures say who ran."""
     without_draft = [word for at, word in enumerate(models) if "--draft-model" not in models[max(at - 1, 0) : at + 1]]

@@ -59,6 +59,7 @@ def fused(*step: Any) -> bool:
     return "name=decode_step" in str(traced(*step).jaxpr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_particles", "groups", "max_model_len", "by_kernel"),
     [
@@ -116,6 +117,7 @@ def test_the_fused_step_takes_only_what_it_computes() -> None:
         assert fused(autoregressive, model, PairParams(PARAMS), 1) == takes
 
 
+@pytest.mark.slow
 def test_constrained_drafts_are_drawn_by_the_kernel() -> None:
     """By words of forbidden tokens, made anew before each step; where drafts can be rejected too."""
     for decoding in (SMC(8, 3, control=0), SMC(8, 3)):

@@ -230,6 +230,7 @@ def company(target: ModelConfig, absent: AbstractSet[int] = frozenset()) -> list
     return [group for index, group in enumerate(groups) if index not in absent]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [TARGET, with_fault(OfTheFirst)], ids=["strict", "control"])
 def test_a_requests_weights_are_the_same_alone(target: ModelConfig) -> None:
     """To the bit, in one program; control: not where the batch's first row selects for all."""
@@ -240,6 +241,7 @@ def test_a_requests_weights_are_the_same_alone(target: ModelConfig) -> None:
         assert company(target, {1}) == [everyone[0], *everyone[2:]]
 
 
+@pytest.mark.slow
 def test_a_particle_alone_is_the_first_of_many() -> None:
     """Tokens and weight; control: other particles are others."""
     (alone, _), (many, _) = (decode(decoding, DENSE_DRAFT, SAMPLED[:4], 4) for decoding in APART)

@@ -127,6 +127,7 @@ def check_chains(kind: NSA, page_size: int, faulty: NSA | None = None) -> None:
     assert met == {(place, accepted) for place in range(period) for accepted in range(K + 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "page_size"),
     [(PAPER, 8), (SHARED, 2), (WHOLE_BLOCKS, 1)],

@@ -128,6 +128,7 @@ PARTICLES = published(3, 2, ess_threshold=1.0)  # resampled in every cycle
 GROUPED = dataclasses.replace(PARTICLES, sparse=SparseVerification("merged", 4, schedule=REUSE))
 
 
+@pytest.mark.slow
 def test_smc_on_the_schedules_model_equals_plain_python() -> None:
     """Merged across particles: every row's tokens and weight are those that plain Python gives it."""
     state, _ = decode(GROUPED, DENSE_DRAFT, SAMPLED, 4)
@@ -173,6 +174,7 @@ def _scored(program: Any, params: Any, state: Any, drafts: Any) -> jax.Array:
     return score(program, params, state, drafts, copies)[1]
 
 
+@pytest.mark.slow
 def test_groups_of_any_size_and_order_change_nothing() -> None:
     """Nine queries, the columns of three particles, say the same in any groups."""
     want = scored(None)
@@ -182,6 +184,7 @@ def test_groups_of_any_size_and_order_change_nothing() -> None:
         np.testing.assert_array_equal(got.argmax(axis=-1), want.argmax(axis=-1))
 
 
+@pytest.mark.slow
 def test_routing_by_groups_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compressed tokens read once a group, as kernels do, of particles whose pages resampling has dealt out.
 

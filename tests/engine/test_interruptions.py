@@ -261,6 +261,7 @@ def test_an_interrupted_construction_holds_nothing(pair: Pair) -> None:
     assert place > 30
 
 
+@pytest.mark.slow
 def test_closing_tells_whoever_waits_for_a_turn(pair: Pair) -> None:
     """Threads that wait while somebody closes the LLM, with requests in flight and with new ones."""
     with smc_llm(pair) as llm:
@@ -294,6 +295,7 @@ def test_closing_tells_whoever_waits_for_a_turn(pair: Pair) -> None:
     assert said == ["ValueError: this LLM is closed; make a new one."] * len(uses)
 
 
+@pytest.mark.slow
 def test_an_interrupted_close_is_finished_by_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     held = {id(array) for array in jax.live_arrays()}
     llm = smc_llm(pair)
@@ -308,6 +310,7 @@ def test_an_interrupted_close_is_finished_by_the_next(pair: Pair, monkeypatch: p
     assert [array.shape for array in jax.live_arrays() if id(array) not in held and array.nbytes > 64] == []
 
 
+@pytest.mark.slow
 def test_what_one_loses_by_anothers_interruption_is_said(ready: LLM) -> None:
     """A step's outputs are gone if whoever took it is interrupted then; who waits for them waits for nothing else."""
     stream = ready.generate_stream(PROMPTS[0], dataclasses.replace(PARAMS, max_tokens=30))

@@ -101,6 +101,7 @@ def test_chunks_bring_their_tokens_scores(any_llm: LLM) -> None:
         assert farthest(laws(any_llm, output, 0.7), answer.token_ids, joined, top, 3) < 1e-4
 
 
+@pytest.mark.slow
 def test_what_is_impossible_is_no_alternative(plain: LLM, rejecting: LLM) -> None:
     """Below the minimum stop tokens have no probability, and outside top_k nothing has; greedy laws are at 1."""
     for one in (plain, rejecting):
@@ -194,6 +195,7 @@ def test_in_any_company(plain: LLM) -> None:
             assert all(chunk.logprobs is None and chunk.prompt_logprobs is None for chunk in chunks[name])
 
 
+@pytest.mark.slow
 def test_who_asks_for_nothing_runs_the_programs_as_they_were(plain: LLM, llm: LLM, rejecting: LLM) -> None:
     """Scores make programs of their own: without them no vocabulary is searched and nothing more comes back."""
     for one in (plain, llm, rejecting):

@@ -34,6 +34,7 @@ def in_short_chunks(llm: LLM) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 def test_cached_prefixes_and_preemption_change_no_token(tmp_path: Path) -> None:
     page_size = 4  # half a block, and a compressed token's length
     target = write_model(tmp_path / "target", 272, 1, **OF_SPARSE)

@@ -29,6 +29,7 @@ LAWS = [
 ]
 
 
+@pytest.mark.slow
 def test_laws_on_eight_virtual_devices() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this run

@@ -137,6 +137,7 @@ def test_counters_and_free_pages(llm: LLM) -> None:
     assert all(output.metrics.tokens_per_second > 0 for output in outputs)
 
 
+@pytest.mark.slow
 def test_nothing_about_a_request_recompiles(llm: LLM, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted twice: by the engine's own counter, and by JAX for whatever it might compile behind our back."""
     compiled: list[str] = []

@@ -73,6 +73,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [found[name] for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ["worst_case", "optimistic"])
 def test_the_load_decides_and_no_token_changes(
     base: LLM, fixed: list[list[int]], tmp_path: Path, admission: Any
@@ -107,6 +108,7 @@ class Scripted(Switch):
         return self._present
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("other", "same"), [(MERGED, True), (SHARED, False)])
 def test_whoever_reads_when(
     base: LLM, fixed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Decoding, same: bool

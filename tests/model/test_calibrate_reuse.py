@@ -41,6 +41,7 @@ def by_decoders(schedule: tuple[bool, ...]) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits), np.float64)[np.asarray(read.counts)]
 
 
+@pytest.mark.slow
 def test_divergence_is_that_of_what_decoders_compute() -> None:
     """Sparse layers are numbered without others; 19 and 14 tokens have a successor.
 
@@ -56,6 +57,7 @@ def test_divergence_is_that_of_what_decoders_compute() -> None:
     assert kl((True, True, False)) != pytest.approx(want, rel=0.1)
 
 
+@pytest.mark.slow
 def test_divergence_of_modes_is_that_of_groups() -> None:
     """Groups that are exact diverge by rounding, and groups of one query in any mode; shared ones do.
 

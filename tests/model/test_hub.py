@@ -150,6 +150,7 @@ def fetch(cache: Path, address: str, *asked: Asked, **environment: str) -> list[
 NOBODY = "http://127.0.0.1:9"
 
 
+@pytest.mark.slow
 def test_what_is_needed_is_downloaded_once_and_then_found_without_network(hub: Hub, tmp_path: Path) -> None:
     main, cache = ("org/model", None), tmp_path / "cache"
     with serving(hub) as address:

@@ -95,6 +95,7 @@ def test_products_of_few_rows_are_kernels(rows: int, columns: int) -> None:
     assert "stablehlo.dot_general" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv", "folded", "heads"), [("shared", False, 8), ("shared", True, 16), ("per_branch", True, 16)]
 )

@@ -72,6 +72,7 @@ def test_orders_are_functions_of_their_seed() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_each_text_alone(params: tuple[Params, Params]) -> None:
     """Whatever it is batched with; logits of padding ids have no part in them."""
     answers = texts(9, 90, seed=3)

@@ -67,6 +67,7 @@ def test_ancestors_matter(llm: LLM) -> None:
     assert forked
 
 
+@pytest.mark.slow
 def test_only_who_asks_is_told(pair: Pair) -> None:
     with smc_llm(pair, {"trace": False}) as llm:
         params = SamplingParams(seed=1, max_tokens=8)

@@ -55,6 +55,7 @@ def test_control_heads_are_not_weight() -> None:
     assert (by_weight.text, by_heads.text) == ("a", "b")
 
 
+@pytest.mark.slow
 def test_a_population_of_an_engine(llm: LLM) -> None:
     """Particles bring the texts and weights that it needs; the selected one's text is the answer's."""
     params = [SamplingParams(seed=seed, max_tokens=12, temperature=0.8, stop="e") for seed in range(6)]

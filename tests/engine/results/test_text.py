@@ -45,6 +45,7 @@ def by_definition(kind: str, prompt: list[int], answer: list[int]) -> str:
     return whole[next((i for i, c in enumerate(before) if not whole.startswith(c, i)), len(before)) :]
 
 
+@pytest.mark.slow
 @settings(max_examples=1500)
 @given(cases())
 @example(("byte_fallback", [1, FALLBACK.vocab["▁a"]], [FALLBACK.vocab["▁the"]]))

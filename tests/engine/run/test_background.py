@@ -162,6 +162,7 @@ def test_what_breaks_a_compilation_reaches_readers(pair: Pair, monkeypatch: pyte
     asyncio.run(session())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_in_any_mix_as_alone(pair: Pair, alone: Callable[[SamplingParams], RequestOutput], seed: int) -> None:
     """Requests with and without features at random times, from the first one on, for which nothing is compiled yet."""

@@ -147,6 +147,7 @@ def test_too_few_pages_for_one_request(pair: Pair) -> None:
         assert small.metrics()["kv_pages_free"] == 8
 
 
+@pytest.mark.slow
 def test_programs_that_exceed_the_device_are_refused_before_they_run(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_equal_jobs_are_compiled_once(shared: WeakValueDictionary[Any, Any]) -> 
     assert not shared  # nobody has them any more
 
 
+@pytest.mark.slow
 def test_a_workspace_counts_beside_what_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_memory", lambda: 1 << 20)
     job = Job(lambda x: x + 1, (), (VECTOR,))
@@ -207,6 +208,7 @@ def test_programs_of_arrays_on_several_devices_keep_them_there(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_step_of_several_rows_leaves_bfloat16_products_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one whose int8 weights XLA multiplies; int8 that kernels multiply is none of XLA's business."""
     asked: list[Any] = []

@@ -48,6 +48,7 @@ def test_every_task_is_dealt_once_and_evenly(splits: int, chunks: int, pieces: i
         assert weight.max() - weight.min() <= 2
 
 
+@pytest.mark.slow
 @given(st.integers(0, 40), st.integers(0, 40), st.sampled_from([64, 128]))
 def test_kernels_find_an_assignment_and_its_first_chunks(chunks: int, pieces: int, chunk: int) -> None:
     splits, width = (3, 2), chunk // 16 + 2
