@@ -20,8 +20,8 @@ without it the probability of a draft is assumed, .8 (`--acceptance`). SMC's K +
 tokens and the target's one need none. A row "as calibrated" has layers that take others' blocks, in the proportion that
 `calibrate_reuse.py` found for the bundled target.
 
-A compressed token is born every 16 positions. Random weights accept next to nothing, so that a request gains a token a
-cycle and, with K = 8, bears a compressed token in 9 of 16 cycles: in as many as where it gains 8.68, since a cycle
+Every 16 positions complete a compressed token. Random weights accept next to nothing, so that a request gains a token a
+cycle and, with K = 8, completes a compressed token in 9 of 16 cycles: in as many as where it gains 8.68, since a cycle
 scores 9 positions in both. A window is a multiple of 16 cycles. Requests of a server are not all at the same one of 16
 positions, so those of a batch are spread evenly over them: of eight, the first has T tokens, the last T − 14.
 

@@ -29,14 +29,14 @@ def issued_bytes(
         if not isinstance(kind, NSA):
             total += pair * (context + (decoding.rows - 1) * own)
             continue
-        born = max(0, (context - kind.kernel_size) // kind.kernel_stride + 1)
+        complete = max(0, (context - kind.kernel_size) // kind.kernel_stride + 1)
         window, blocks = min(kind.window, context), min(kind.num_blocks, -(-context // kind.block_size))
         size = 1 if sparse is None or not sparse.is_grouped else min(sparse.queries, queries)
         groups = -(-queries // size)
         union = blocks if sparse is not None and sparse.mode in SHARED else blocks * (1 + (size - 1) * (1 - overlap))
         union = min(union, -(-context // kind.block_size)) if sets is None else sets.union(size)
         apart = own // kind.kernel_stride + min(own, kind.local_blocks * kind.block_size) + min(own, window)
-        read = born + union * kind.block_size + window + (min(decoding.rows, size) - 1) * apart
+        read = complete + union * kind.block_size + window + (min(decoding.rows, size) - 1) * apart
         total += pair * groups * (read + (size if size > 1 else 0))
     return round(total)
 

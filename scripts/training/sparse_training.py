@@ -4,7 +4,7 @@
 
     selection    ranks by compressed tokens row by row, without gradient: none passes a choice
     o_slc        is causal attention under a mask of the chosen blocks
-    o_cmp        is attention under the fixed mask of compressed tokens that are born
+    o_cmp        is attention under the fixed mask of complete compressed tokens
     o_win        is attention in a window
 
 each by one fused call, whose memory grows with the length but for the masks. What a layer makes is made again in the
@@ -85,8 +85,8 @@ def block_scores(
     kind: NSA, q: Float[Array, "T Hkv G D"], keys: Float[Array, "N Hkv D"], positions: Int[Array, " T"], blocks: int
 ) -> Float[Array, "T Hkv blocks"]:
     """The scores by which one row's queries rank blocks, from compressed keys."""
-    born = _born(kind, positions, keys.shape[0])
-    return kind.block_scores(weights_of(q, keys, born)[None], blocks)[0]
+    complete = _complete(kind, positions, keys.shape[0])
+    return kind.block_scores(weights_of(q, keys, complete)[None], blocks)[0]
 
 
 def attend_by(implementation: str, config: ModelConfig, *, dense: bool = False) -> Attend:
@@ -177,13 +177,13 @@ def windowed(
 def compressed(
     implementation: str, kind: NSA, q: Float[Array, "R T H D"], seen: Entries[jax.Array]
 ) -> Float[Array, "R T H D"]:
-    """The branch of compressed tokens; 0 where none is born."""
+    """The branch of compressed tokens; 0 where none is complete."""
     pad = [(0, 0), (0, -seen.compressed_keys.shape[1] % 64), (0, 0), (0, 0)]
     keys, values = (jnp.pad(x, pad) for x in (seen.compressed_keys, seen.compressed_values))
-    born = _born(kind, jnp.arange(q.shape[1]), keys.shape[1])
+    complete = _complete(kind, jnp.arange(q.shape[1]), keys.shape[1])
     # A query that sees nothing is given a token to see, as kernels may make NaN of nothing, and its output dropped.
-    mask = born.at[:, 0].set(True)[None, None]
-    return jnp.where(born.any(axis=1)[:, None, None], fused(implementation, q, keys, values, mask=mask), 0)
+    mask = complete.at[:, 0].set(True)[None, None]
+    return jnp.where(complete.any(axis=1)[:, None, None], fused(implementation, q, keys, values, mask=mask), 0)
 
 
 def selection(
@@ -219,6 +219,6 @@ def rows_at_once(length: int) -> int:
     return max(1, 16_384 // length)
 
 
-def _born(kind: NSA, positions: Int[Array, " T"], tokens: int) -> Bool[Array, "T N"]:
+def _complete(kind: NSA, positions: Int[Array, " T"], tokens: int) -> Bool[Array, "T N"]:
     """True for the compressed tokens that a query at each position sees."""
     return kind.compressed_array().ends(tokens) <= positions[:, None]

@@ -33,10 +33,10 @@ from smcjax.pallas import (
     HeadNorms,
     PendingNorm,
     add_rms_norm,
-    few_row_product,
-    few_row_swiglu,
     implementations,
     rms_norm,
+    skinny_gemm,
+    skinny_gemm_swiglu,
     swiglu,
 )
 
@@ -82,7 +82,7 @@ def product(
     """`Matrix`'s add_to + weight · x, of few rows by a kernel."""
     of = matrix(weight)
     if isinstance(of, Dense):
-        return few_row_product(x, of.values, add_to=add_to, out=out)
+        return skinny_gemm(x, of.values, add_to=add_to, out=out)
     return of(x, add_to=add_to, out=out)
 
 
@@ -179,7 +179,7 @@ def gated_product(
     """activation(gate) · up of the product with x, whose norm may be pending; of few rows by one kernel."""
     of = matrix(weight)
     if isinstance(of, Dense) and bias is None and pending is not None and activation == "silu":
-        kernel = few_row_swiglu.kernel_for(x, of.values, pending.eps)
+        kernel = skinny_gemm_swiglu.kernel_for(x, of.values, pending.eps)
         if kernel is not None:
             return kernel.run(x, of.values, pending.eps)
     return gated(linear(x, weight, bias), pending, activation)

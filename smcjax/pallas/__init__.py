@@ -23,7 +23,7 @@ from smcjax.pallas.cache.rotate_and_write import (
 from smcjax.pallas.collectives.peer_memory import Peers, Workspaces, reach_each_other, supports_peers
 from smcjax.pallas.dispatch import active_implementation, implementations
 from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm, rms_norm
-from smcjax.pallas.layer.skinny_gemm import few_row_product, few_row_swiglu
+from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_swiglu
 from smcjax.pallas.layer.swiglu import swiglu
 from smcjax.pallas.sparse.gated_merge import gated_merge_mosaic
 from smcjax.pallas.sparse.grouped_attention import grouped_attention
@@ -43,8 +43,6 @@ __all__ = [
     "attention",
     "copy_all_pages",
     "copy_pages",
-    "few_row_product",
-    "few_row_swiglu",
     "find_tasks",
     "gated_merge_mosaic",
     "grouped_attention",
@@ -59,6 +57,8 @@ __all__ = [
     "rotate",
     "rotate_and_write",
     "shared_attention_mosaic",
+    "skinny_gemm",
+    "skinny_gemm_swiglu",
     "split_and_rotate",
     "split_heads",
     "supports",

@@ -272,7 +272,7 @@ def rows_routed(
 def blocks_selected(
     kind: Blocks, kept: Kept, positions: Int[Array, "R M"], groups: QueryGroups, blocks: int, dim: int
 ) -> Bool[Array, "R M S blocks"] | None:
-    """The blocks that queries at `positions` select of `blocks` by kept scores; None where no kernel finds them."""
+    """The blocks that queries at `positions` select of `blocks` by stored scores; None where no kernel finds them."""
     ranking, (_, sets, _, slots) = kind.ranking(blocks), kept.products.shape
     heads = kept.lse.shape[2] // sets
     if ranking is None or not supports_ranking(ranking, heads=heads, slots=slots):
@@ -282,20 +282,20 @@ def blocks_selected(
 
 
 def nodes_routed(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, own: Pair, view: TreeView) -> Weighed:
-    """Attends by groups of a row's nodes to compressed tokens in pages, and to those that their paths bear: `own`."""
+    """Attends, by groups of a row's nodes, to compressed tokens in pages and to `own`, which their paths complete."""
     groups = _groups(view)
     last = jnp.minimum(view.positions, view.committed[:, None] - 1)
     part, weights, _ = _weighed(kind, q, compressed, _tables(view), last, groups, 1)
 
     at, drafted = _drafted(view)
     sets, stride = compressed[0].shape[2], kind.kernel_stride
-    visible = drafted & _bears(kind, at)[:, None]
+    visible = drafted & _completes(kind, at)[:, None]
     visible = jnp.broadcast_to(visible[:, :, None], (*visible.shape[:2], sets, visible.shape[2]))
-    born, of_nodes = masked_attention(q, *own, visible)
-    whole = merged_parts(part, born)
+    on_path, of_nodes = masked_attention(q, *own, visible)
+    whole = merged_parts(part, on_path)
     weights, of_nodes = (
         jnp.where(one.lse == -jnp.inf, 0, jnp.exp(one.lse - whole.lse))[..., None] * x
-        for one, x in ((part, weights), (born, of_nodes))
+        for one, x in ((part, weights), (on_path, of_nodes))
     )
     slot, of_slot = jnp.arange(weights.shape[-1]), (at + 1) // stride - 1
     first = (view.committed + stride) // stride - 1  # of the first position that ends a stride and is not committed
@@ -333,8 +333,8 @@ def _drafted(view: TreeView) -> tuple[Int[Array, "R nodes"], Bool[Array, "R T no
     return at, jnp.asarray(on_path) & (at >= view.committed[:, None])[:, None]
 
 
-def _bears(kind: Blocks, at: Int[Array, "R nodes"]) -> Bool[Array, "R nodes"]:
-    """True for positions at which a compressed token is born."""
+def _completes(kind: Blocks, at: Int[Array, "R nodes"]) -> Bool[Array, "R nodes"]:
+    """True for positions that complete a compressed token."""
     return ((at + 1) % kind.kernel_stride == 0) & (at >= kind.kernel_size - 1)
 
 
@@ -387,7 +387,7 @@ def nodes_by_groups(
     block = jnp.broadcast_to((at // kind.block_size)[:, None, None], (*sets.shape[:3], at.shape[1]))
     on_path = drafted & jnp.take_along_axis(sets, jnp.minimum(block, sets.shape[-1] - 1), axis=-1)
     near = drafted & (at[:, None, None] > (positions - kind.window)[..., None, None])
-    born = drafted & _bears(kind, at)[:, None, None]
+    completed = drafted & _completes(kind, at)[:, None, None]
 
     in_pages, in_scratch = (None, ()) if compressed is None else (compressed[0], (compressed[1],))
     table = _tables(view)
@@ -396,6 +396,6 @@ def nodes_by_groups(
     scratch: tuple[Pair, ...] = (own[:2], own[2:], *in_scratch)
     whole = tuple(
         merged_parts(part, masked_attention(q, *arrays, jnp.broadcast_to(visible, on_path.shape))[0])
-        for part, arrays, visible in zip(parts, scratch, (on_path, near, born), strict=False)
+        for part, arrays, visible in zip(parts, scratch, (on_path, near, completed), strict=False)
     )
     return whole, tasks

@@ -2,12 +2,12 @@
 
     out = g_cmp · o_cmp + g_slc · o_slc + g_win · o_win        a query head, each branch with a softmax of its own
 
-Compressed token i stands for positions i·d … i·d + l − 1 and is *born* at the last of them: no earlier query sees it. A
+Compressed token i stands for positions i·d … i·d + l − 1 and is *complete* at the last: no earlier query sees it. A
 query attends to all compressed tokens that it sees; their weights rank blocks of l' positions, of which the best n are
 attended to token by token; a window of the last w positions stands beside.
 
 In pages a compressed token lies in the page of its *last* position. Who shares that page shares all before it, so the
-page's number says what it holds. A forward writes keys and values, then the compressed tokens born by them, then
+page's number says what it holds. A forward writes keys and values, then the compressed tokens that they complete, then
 attends. A rejected draft's compressed tokens end beyond the sequence, where no query sees them before they are written
 anew.
 """
@@ -41,7 +41,7 @@ from smcjax.pallas.sparse.compress import compression_shapes
 from smcjax.pallas.sparse.gates import Products
 from smcjax.pallas.sparse.grouped_attention import Part
 from smcjax.pallas.sparse.write_beside_gates import write_beside_gates
-from smcjax.sparse.births import COMPRESSED, Bearing
+from smcjax.sparse.compression_update import COMPRESSED, Compressor
 from smcjax.sparse.groups import (
     Chosen,
     nodes_by_groups,
@@ -61,7 +61,7 @@ MOST = 1 << 20  # of each of them
 
 
 @dataclasses.dataclass(frozen=True)
-class NSA(AttentionKind, Bearing, Routing):
+class NSA(AttentionKind, Compressor, Routing):
     """Native Sparse Attention. The defaults are the paper's; where it is silent, or public code disagrees, ours.
 
     Positions of a row's new tokens are consecutive, but for nodes of a tree. Raises ValueError for options that are
@@ -136,8 +136,8 @@ class NSA(AttentionKind, Bearing, Routing):
     def least_read(self, context: int, first: int = 0) -> dict[str, int]:
         """Entries that the last position reads, whichever blocks it selects: their fewest, each counted once.
 
-        Of blocks that may be chosen, those count that add least. No compressed token is born, so none of what it is
-        made of is read.
+        Of blocks that may be chosen, those count that add least. No compressed token becomes complete, so none of what
+        it is made of is read.
         """
         start = max(0, context - self.window)
         array = self.compressed_array()
@@ -162,7 +162,7 @@ class NSA(AttentionKind, Bearing, Routing):
         return self._attend(projection, seen, positions, positions, self.route(projection, seen, positions, positions))
 
     def entries_without_pages(self, projection: Projection) -> Entries[jax.Array]:
-        """The tokens' own keys and values, S = T, and the compressed tokens that are born among them.
+        """The tokens' own keys and values, S = T, and the compressed tokens that they complete.
 
         Tokens stand at positions 0 … T − 1. Without any compressed token there is one that no query sees.
         """
@@ -230,7 +230,7 @@ class NSA(AttentionKind, Bearing, Routing):
     def written(
         self, projection: Projection, cache: LayerCache, view: BatchView, *, gates: bool
     ) -> tuple[Float[Array, "R T H D"], LayerCache, Products | None]:
-        """The new tokens' queries, rotated; the layer's pages with the tokens and the compressed ones they bear.
+        """The new tokens' queries, rotated; the layer's pages with the tokens and the compressed ones they complete.
 
         The third result are products for `gates` of kernels, where one makes them beside the queries; None: none are
         made yet. The view's copies are made first, unless they have been for all layers (`smcjax.model.paged`).
@@ -251,7 +251,7 @@ class NSA(AttentionKind, Bearing, Routing):
             q = projection.heads()[0]
             for name, x in self._new_arrays(projection).items():
                 cache = cache | {name: cache[name].at[view.write_pages, view.slots].set(x.astype(cache[name].dtype))}
-        return q, self.bear(projection, cache, view), products
+        return q, self.update_compressed(projection, cache, view), products
 
     def over_tree(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None
@@ -301,9 +301,9 @@ class NSA(AttentionKind, Bearing, Routing):
     def tree_written(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
     ) -> LayerCache:
-        """The layer's scratch with the new nodes, and with the compressed tokens that they bear.
+        """The layer's scratch with the new nodes, and with the compressed tokens that they complete.
 
-        A node at the last position of a compressed token bears it, of committed positions and of its path. Another
+        A node at the last position of a compressed token completes it, from committed positions and its path. Another
         node's number in scratch belongs to no node.
         """
         scratch = view.put(scratch, self._new_arrays(projection))

@@ -116,7 +116,7 @@ class Routing:
         return Routed(output, scores, selected)
 
     def block_scores(self, weights: Float[Array, "R T Hkv G N"], blocks: int) -> Float[Array, "R T S blocks"]:
-        """The scores of blocks, of compressed tokens' weights, 0 for tokens that are not born.
+        """The scores of blocks, of compressed tokens' weights, 0 for incomplete tokens.
 
         A token counts for a block by their overlap, in strides: the paper's double sum. A block without a token has 0.
         """

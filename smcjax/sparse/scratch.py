@@ -5,13 +5,13 @@ from __future__ import annotations
 from smcjax.model.config import ModelConfig
 from smcjax.pallas.attention.prefix_shared import padded
 from smcjax.pallas.mosaic.wgmma import QUERIES
-from smcjax.pallas.sparse.kept_scores import BYTES
+from smcjax.pallas.sparse.stored_scores import BYTES
 from smcjax.sparse.groups import keeps_scores
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
 
 
-def kept_scores_bytes(
+def stored_scores_bytes(
     config: ModelConfig,
     sparse: SparseVerification | None,
     *,

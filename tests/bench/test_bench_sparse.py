@@ -96,25 +96,27 @@ def test_rows_that_are_asked_for() -> None:
     assert len(bench.lines_asked(bench.arguments(words), 32)) == 3
 
 
-def births(contexts: np.ndarray) -> list[int]:
-    """Compressed tokens that are born in each of 16 cycles of nine positions, of requests that gain one a cycle."""
+def updates(contexts: np.ndarray) -> list[int]:
+    """Compressed tokens that are complete in each of 16 cycles of nine positions, of requests that gain one a cycle."""
     found = []
     for cycle in range(16):
         positions = jnp.asarray(contexts[:, None] + cycle + np.arange(9))
-        _, born = NSA().births(SimpleNamespace(positions=positions, write_pages=jnp.ones_like(positions)))
-        found.append(int(born.sum()))
+        _, complete = NSA().new_compressed_tokens(
+            SimpleNamespace(positions=positions, write_pages=jnp.ones_like(positions))
+        )
+        found.append(int(complete.sum()))
     return found
 
 
-def test_requests_of_a_batch_bear_at_different_times() -> None:
-    """About as many requests bear in each cycle, 9 cycles of 16 each. Control: requests of one length bear at once."""
-    assert set(births(timed.contexts_of(65_536, 8))) == {4, 5}
-    assert set(births(np.full(8, 65_536))) == {0, 8}
+def test_requests_of_a_batch_update_at_different_times() -> None:
+    """About as many requests complete one in each cycle, 9 cycles of 16 each. Control: those of one length, at once."""
+    assert set(updates(timed.contexts_of(65_536, 8))) == {4, 5}
+    assert set(updates(np.full(8, 65_536))) == {0, 8}
     for requests in (1, 2, 3, 8, 32):
         contexts = timed.contexts_of(65_536, requests)
         assert contexts[0] == 65_536
         assert np.ptp(contexts) < 16
-        assert sum(births(contexts)) == 9 * requests
+        assert sum(updates(contexts)) == 9 * requests
 
 
 def test_a_row_begins_without_reading_prompts() -> None:

@@ -223,9 +223,9 @@ def test_bytes_follow_from_counted_sets() -> None:
         unique = unique_bytes(config, counted) / slot
         blocks = counted.union(QUERIES)
         end = counted.positions.max(axis=1) + 1
-        born = ((end - 32) // 16 + 1).mean()
+        complete = ((end - 32) // 16 + 1).mean()
         window = 512 + QUERIES - 1
-        assert born + 64 * (blocks - 3) + window <= unique <= born + 64 * blocks + window
+        assert complete + 64 * (blocks - 3) + window <= unique <= complete + 64 * blocks + window
         issued = issued_bytes(config, decoding, 65_536, 0.0, sets=counted) / slot
         assert issued == pytest.approx(4095 + 64 * blocks + 512 + QUERIES)
     assert unique_bytes(config, found[1.0]) < unique_bytes(config, found[0.75])
@@ -242,9 +242,9 @@ def test_unique_slots_by_a_plain_count() -> None:
         last = positions[:, None, None]
         seen = counted.selected[:, request].repeat(KIND.block_size, axis=-1) & (at_all <= last)
         window = (at_all <= last) & (at_all > last - KIND.window)
-        born = (positions.max() + 1 - KIND.kernel_size) // KIND.kernel_stride + 1
-        slots.append((seen | window).any(axis=1).sum(-1).mean() + born)
-        without.append(seen.any(axis=1).sum(-1).mean() + born)
+        complete = (positions.max() + 1 - KIND.kernel_size) // KIND.kernel_stride + 1
+        slots.append((seen | window).any(axis=1).sum(-1).mean() + complete)
+        without.append(seen.any(axis=1).sum(-1).mean() + complete)
     assert counted.unique_slots() == pytest.approx(np.mean(slots))
     assert counted.unique_slots() > np.mean(without) + 100
 

@@ -188,7 +188,7 @@ def test_smc_equals_plain_python(draft: ModelConfig, page_size: int) -> None:
 
 
 def test_pipelined_smc_equals_plain_python() -> None:
-    """Rows share pages of pending blocks, and one of them writes these tokens and bears those that they compress to."""
+    """Rows share pages of pending blocks; one row writes these tokens and the compressed tokens that they complete."""
     check_smc(DENSE_DRAFT, 2, gamma=4, pipelined=True)
 
 

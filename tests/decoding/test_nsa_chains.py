@@ -141,14 +141,14 @@ def test_greedy_chains_of_any_quality_are_the_targets(kind: NSA, page_size: int)
 class DraftsBearNothing(NSA):
     """Verification writes no compressed token that ends in a draft."""
 
-    def births(self, view: BatchView) -> tuple[Int[Array, "R N"], Any]:
-        starts, born = super().births(view)
+    def new_compressed_tokens(self, view: BatchView) -> tuple[Int[Array, "R N"], Any]:
+        starts, complete = super().new_compressed_tokens(view)
         drafted = starts + self.kernel_size - 1 > view.positions[:, :1]
-        return starts, born & ~(drafted & (view.positions.shape[1] == BLOCK))
+        return starts, complete & ~(drafted & (view.positions.shape[1] == BLOCK))
 
 
 class WrittenOnce(NSA):
-    """A compressed token that a rejected draft has borne stays, and is seen."""
+    """A compressed token that a rejected draft has completed stays, and is seen."""
 
     def paged_branches(
         self, projection: Projection, cache: LayerCache, view: BatchView, earlier: Any = None

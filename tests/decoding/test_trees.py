@@ -115,14 +115,14 @@ def mistakes(case: Case) -> int:
 
 
 @pytest.mark.slow
-def test_control_births_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_compression_update_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes without compressed tokens change what the target says."""
     put = TreeView.put
 
-    def without_births(view: TreeView, scratch: Any, new: Any) -> Any:
+    def without_update(view: TreeView, scratch: Any, new: Any) -> Any:
         return put(view, scratch, {name: array for name, array in new.items() if "compressed" not in name})
 
-    monkeypatch.setattr(TreeView, "put", without_births)
+    monkeypatch.setattr(TreeView, "put", without_update)
     assert mistakes(CASES[1]) > 0
 
 

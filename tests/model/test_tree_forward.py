@@ -187,16 +187,16 @@ def test_control_slot_order_for_ancestry(name: str, monkeypatch: pytest.MonkeyPa
     assert rows.difference(TREE.order("bfs")) > 1e-2
 
 
-def test_control_births_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree whose nodes bear no compressed tokens is seen."""
+def test_control_compression_update_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree whose nodes complete no compressed tokens is seen."""
     put = TreeView.put
 
-    def without_births(view: TreeView, scratch: Any, new: Any) -> Any:
-        born = {name: jnp.zeros_like(array) for name, array in new.items() if "compressed" in name}
-        return put(view, scratch, {**new, **born})
+    def without_update(view: TreeView, scratch: Any, new: Any) -> Any:
+        incomplete = {name: jnp.zeros_like(array) for name, array in new.items() if "compressed" in name}
+        return put(view, scratch, {**new, **incomplete})
 
     rows = rows_of("sparse", 4)
-    monkeypatch.setattr(TreeView, "put", without_births)
+    monkeypatch.setattr(TreeView, "put", without_update)
     assert rows.difference(TREE.order("bfs")) > 1e-2
 
 

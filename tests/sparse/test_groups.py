@@ -338,9 +338,9 @@ def _first_layer(key: str, w: Arrays, cache: Any, scratch: Any, view: TreeView, 
 def test_trees_route_by_groups_as_each_node_by_itself(
     order: str, page_size: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compressed tokens in pages read once a group, and those that drafts bear joined to them, weights included.
+    """Compressed tokens in pages read once a group, and those that drafts complete joined to them, weights included.
 
-    Controls: scores without the weights of those that drafts bear, and all nodes' tokens for every node.
+    Controls: scores without the weights of those that drafts complete, and all nodes' tokens for every node.
     """
     monkeypatch.setattr(nsa, "routes_by_kernel", lambda *_: True)
 

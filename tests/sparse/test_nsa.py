@@ -172,8 +172,8 @@ def test_golden_ties_go_to_the_earlier_block() -> None:
     kind, t = kind_of(o), jnp.asarray(arrays["t"])[:, None]
     blocks = arrays["score"].shape[-1]
     ends = np.arange(arrays["p"].shape[2]) * o["d"] + o["l"] - 1
-    born = jnp.asarray(ends <= arrays["t"][:, None])
-    p = jnp.where(born[:, None], arrays["p"], 0).reshape(len(t), 1, o["kv_heads"], -1, len(ends))
+    complete = jnp.asarray(ends <= arrays["t"][:, None])
+    p = jnp.where(complete[:, None], arrays["p"], 0).reshape(len(t), 1, o["kv_heads"], -1, len(ends))
     scores = kind.block_scores(p, blocks)
     ranked = np.isfinite(arrays["score"])
     np.testing.assert_array_equal(np.asarray(scores)[:, 0][ranked], arrays["score"][ranked])

@@ -15,7 +15,7 @@ from smcjax.model.view import BatchView
 from smcjax.pallas.dispatch import implementations
 from smcjax.sparse import nsa
 from smcjax.sparse.groups import rows_routed
-from smcjax.sparse.scratch import kept_scores_bytes
+from smcjax.sparse.scratch import stored_scores_bytes
 from smcjax.sparse.verification import SparseVerification
 from tests.helpers import tiny_config
 
@@ -29,7 +29,7 @@ def config_of(heads: int = 32, kind: Any = None, **changes: Any) -> ModelConfig:
 
 def counted(config: ModelConfig, size: int, page: int = PAGE) -> int:
     shape = {"requests": REQUESTS, "queries": COLUMNS, "max_model_len": PAGES * PAGE, "page_size": page}
-    return kept_scores_bytes(config, SparseVerification("merged", size), **shape)
+    return stored_scores_bytes(config, SparseVerification("merged", size), **shape)
 
 
 def arrays(jaxpr: Any) -> Iterator[Any]:
@@ -74,4 +74,4 @@ def test_nothing_is_kept_where_no_kernel_ranks() -> None:
         assert counted(config_of(kind=tiny_config().layer(0).attention), 9) == 0
         assert counted(config_of(dtype="float32"), 9) == 0
         assert counted(config_of(), 9, page=64) == 0, "pages of four compressed tokens"
-        assert kept_scores_bytes(config_of(), None, requests=1, queries=9, max_model_len=64, page_size=PAGE) == 0
+        assert stored_scores_bytes(config_of(), None, requests=1, queries=9, max_model_len=64, page_size=PAGE) == 0

@@ -41,7 +41,7 @@ from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
-from smcjax.sparse.scratch import kept_scores_bytes
+from smcjax.sparse.scratch import stored_scores_bytes
 from smcjax.sparse.verification import SparseVerification
 from smcjax.tokenizer.tokenizer import Tokenizer
 
@@ -298,7 +298,9 @@ def scores_bytes(
     speculation = decoding.speculation
     sizes = {"requests": requests, "queries": speculation.rows * speculation.scored}
     with implementations(implementation):
-        return kept_scores_bytes(target, speculation.sparse, **sizes, max_model_len=max_model_len, page_size=page_size)
+        return stored_scores_bytes(
+            target, speculation.sparse, **sizes, max_model_len=max_model_len, page_size=page_size
+        )
 
 
 def check_pages(config: ModelConfig, page_size: int | None) -> None:

@@ -342,7 +342,7 @@ def product_mosaic(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Float[Array, "*shape O"]:
-    """Computes `few_row_product` by the kernel, rounding once, `add_to` included.
+    """Computes `skinny_gemm` by the kernel, rounding once, `add_to` included.
 
     A jit of its own, so that a model's layers trace and lower the kernel once. `interpret` is
     `plgpu.InterpretGPUParams()` to run on a CPU.
@@ -362,7 +362,7 @@ def swiglu_product_mosaic(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Float[Array, "*shape F"]:
-    """Computes `few_row_swiglu` by the kernel, rounding once; a jit of its own like `product_mosaic`."""
+    """Computes `skinny_gemm_swiglu` by the kernel, rounding once; a jit of its own like `product_mosaic`."""
     return _run(x, w, None, x.dtype, w.shape[0] // 2, 2, eps, tuning, interpret)
 
 
@@ -389,7 +389,7 @@ def _run(
     return _launch(flat, w, add_to, result, sizes, interpret).reshape(*shape, outputs)
 
 
-few_row_product = Op(product_reference)
-few_row_product.register(Kernel(is_hopper, product_mosaic, supports_product))
-few_row_swiglu = Op(swiglu_product_reference)
-few_row_swiglu.register(Kernel(is_hopper, swiglu_product_mosaic, supports_swiglu_product))
+skinny_gemm = Op(product_reference)
+skinny_gemm.register(Kernel(is_hopper, product_mosaic, supports_product))
+skinny_gemm_swiglu = Op(swiglu_product_reference)
+skinny_gemm_swiglu.register(Kernel(is_hopper, swiglu_product_mosaic, supports_swiglu_product))

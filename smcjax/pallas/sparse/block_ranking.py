@@ -1,4 +1,4 @@
-"""The blocks that queries select, from kept scores of compressed tokens, in one launch: a Mosaic GPU kernel (Hopper).
+"""The blocks that queries select, from stored scores of compressed tokens, in one launch: a Mosaic GPU kernel (Hopper).
 
     weight(slot) = Σ_heads exp(score − lse), 0 unless low ≤ slot ≤ high
     rank(block)  = Σ_i common_i · weight(block · strides + i)
@@ -86,7 +86,7 @@ class Ranking(NamedTuple):
 
 
 def supports_ranking(ranking: Ranking, *, heads: int, slots: int) -> bool:
-    """True for sets of so many query heads, and kept scores of `slots` slots, that the kernel takes."""
+    """True for sets of so many query heads, and stored scores of `slots` slots, that the kernel takes."""
     return (
         heads <= MAX_HEADS
         and slots % 8 == 0

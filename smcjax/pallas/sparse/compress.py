@@ -6,15 +6,16 @@
 
 vec lists the l vectors one after the other. Keys and values have weights of their own.
 
-The kernels (Mosaic GPU, Hopper) are one launch. A forward bears few tokens, so that what takes time is W₁: [D, l·D] of
-each head. A cluster of up to eight blocks has one head's keys or values of up to eight tokens, and each block a part of
+The kernels (Mosaic GPU, Hopper) are one launch. A forward completes few tokens, so loads of W₁ take the time: [D, l·D] of each
+head. A cluster of up to eight blocks has one head's keys or values of up to eight tokens, and each block a part of
 the columns of W₁. Rows stream through shared memory from the first instruction on, while each lane gathers numbers of
 one token, and the tensor core multiplies what has come (`mosaic/tile_products.py`). Behind a barrier of the cluster
-each block adds up the parts of another token, does the rest of φ and writes. Clusters none of whose tokens is born read
-and write nothing, and what is not born is not written.
+each block adds up the parts of another token, does the rest of φ and writes. A cluster without a complete
+token reads and writes nothing, and incomplete tokens are not written.
 
 Products are in f32. With weights of bfloat16 an f32 factor is two of bfloat16, its rounding and the rest's, so that
-tensor cores multiply what is stored: its first 16 bits count, where the result keeps 8. `bear_reference` does the same.
+tensor cores multiply what is stored: its first 16 bits count, where the result keeps 8. The reference does
+the same.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ Pair = tuple[jax.Array, jax.Array]
 Angles = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]  # cosines and sines, f32
 
 
-class Births(NamedTuple):
-    """N tokens that a forward may bear; the same numbers in every layer of equal rotation, so XLA has them once."""
+class CompressionUpdate(NamedTuple):
+    """N tokens that a forward may complete; equal in all layers of one rotation, so XLA computes them once."""
 
     covered: Int[Array, "N l"]  # page · B + slot of each position that a token stands for
     home: Int[Array, " N"]  # page · B/d + slot of the token itself
-    is_born: Bool[Array, " N"]  # what is not born is not written
+    is_complete: Bool[Array, " N"]  # incomplete tokens are not written
     turned: Angles | None  # of covered positions [N, l], where stored keys are rotated and are to be rotated back
     begins: Angles  # [N], by which made keys are rotated
 
@@ -140,25 +141,25 @@ def compressed(
     return rotate(compress(phi, weights, "k", keys), *over(begins)), compress(phi, weights, "v", values)
 
 
-def bear_reference(
-    phi: str, weights: Mapping[str, jax.Array], stored: Pair, compressed_pages: Pair, births: Births
+def update_compressed_reference(
+    phi: str, weights: Mapping[str, jax.Array], stored: Pair, compressed_pages: Pair, update: CompressionUpdate
 ) -> Pair:
-    """Returns pages of compressed keys and values with the tokens that are born written.
+    """Returns pages of compressed keys and values with the complete tokens written.
 
     Args:
         phi: one of `COMPRESSIONS`.
         weights: φ's, as `compression_shapes` names them.
         stored: pages of the keys and values that are compressed, [P, B, Hkv, D].
         compressed_pages: pages of compressed ones, [P, B/d, Hkv, D].
-        births: what is born, of which, and where.
+        update: the tokens, the positions that they stand for, and their places in pages.
     """
-    keys, values = (pool.reshape(-1, *pool.shape[2:])[births.covered][None] for pool in stored)
-    turned, begins = jax.tree.map(lambda x: x[None], (births.turned, births.begins))
+    keys, values = (pool.reshape(-1, *pool.shape[2:])[update.covered][None] for pool in stored)
+    turned, begins = jax.tree.map(lambda x: x[None], (update.turned, update.begins))
     made = compressed(phi, weights, keys, values, turned, begins)
 
     def written(pages: jax.Array, new: jax.Array) -> jax.Array:
         slots = pages.reshape(-1, *pages.shape[2:])
-        home = jnp.where(births.is_born, births.home, len(slots))  # behind the last: nowhere
+        home = jnp.where(update.is_complete, update.home, len(slots))  # behind the last: nowhere
         return slots.at[home].set(new[0].astype(pages.dtype), mode="drop").reshape(pages.shape)
 
     k, v = map(written, compressed_pages, made)
@@ -312,7 +313,7 @@ def _conclude(
     t: Threads,
     parts: Ref,  # [N, Hkv, blocks, D] f32 GMEM, as all but the last two
     pages: Ref,  # [P, B/d, Hkv, D] bf16
-    is_born: Ref,  # [N] int32
+    is_complete: Ref,  # [N] int32
     homes: Ref,  # [N] int32
     *refs: Ref,  # of an MLP: b₁ [Hkv, D], W₂ [Hkv, D, D], b₂ [Hkv, D] bf16; where keys are rotated: cosines, sines
     # [N, D/2] f32; SMEM: [D] f32, [D] f32
@@ -322,18 +323,18 @@ def _conclude(
     sizes: Sizes,
     ready: Callable[[], None],
 ) -> None:
-    """Makes one token's numbers of one head of their parts, and writes them if it is born.
+    """Makes one token's numbers of one head of their parts, and writes them if it is complete.
 
     All that does not wait for the parts is asked for first, then `ready` waits for them.
     """
     *others, hidden, made = refs
     angles, mlp = (others[-2:], others[:-2]) if rotates else ([], others)
     number, _, heads, dim = sizes
-    half, output, birth = dim // 2, t.index % dim, t.minimum(token, number - 1)
+    half, output, at = dim // 2, t.index % dim, t.minimum(token, number - 1)
     opposite = (output + half) % dim
-    there, home = t.load(is_born, birth) != 0, t.load(homes, birth)
-    turned = [t.load(ref, birth * half + output % half) for ref in angles]
-    begin = (birth * heads + head) * (sizes.blocks * dim) + output
+    there, home = t.load(is_complete, at) != 0, t.load(homes, at)
+    turned = [t.load(ref, at * half + output % half) for ref in angles]
+    begin = (at * heads + head) * (sizes.blocks * dim) + output
 
     # Parts of other blocks are read behind `ready` alone, block by block in one order, so the sum has the same bits.
     def total() -> Word:
@@ -379,44 +380,44 @@ def _conclude(
 
 
 @functools.partial(jax.jit, static_argnames=("phi", "interpret"))
-def bear_mosaic(
+def update_compressed_mosaic(
     phi: str,
     weights: Mapping[str, jax.Array],
     stored: Pair,
     compressed_pages: Pair,
-    births: Births,
+    update: CompressionUpdate,
     *,
     interpret: Any = None,
 ) -> tuple[Float[Array, "P per_page Hkv D"], Float[Array, "P per_page Hkv D"]]:
-    """Computes `bear` by the kernels, in place.
+    """Computes `update_compressed` by the kernels, in place.
 
     A jit of its own, so that a model's layers trace and lower the kernels once. `interpret` is
     `plgpu.InterpretGPUParams()` to run on a CPU.
     """
-    number, size = births.covered.shape
+    number, size = update.covered.shape
     heads, dim = stored[0].shape[2:]
     sizes, inside = Sizes(number, size, heads, dim), interpret is not None
     chunks = -(-number // VECTORS)
-    is_born = births.is_born.astype(jnp.int32)
-    any_born = jnp.pad(is_born, (0, chunks * VECTORS - number)).reshape(chunks, VECTORS).max(axis=1)
+    is_complete = update.is_complete.astype(jnp.int32)
+    any_complete = jnp.pad(is_complete, (0, chunks * VECTORS - number)).reshape(chunks, VECTORS).max(axis=1)
     first = "" if phi == "linear" else "_in"
     names = () if phi == "linear" else ("in_bias", "out", "out_bias")
-    turned = births.turned or ()
+    turned = update.turned or ()
     # References, so that the kernel's results are its operands' buffers.
     pages = [jax.new_ref(pool) for pool in compressed_pages]
-    born = (is_born, births.home)
+    targets = (is_complete, update.home)
     terms = []  # of keys and of values: what `_products` takes and what `_conclude` does
-    for of, pool, page, back, onward in zip("kv", stored, pages, (turned, ()), (births.begins, ()), strict=True):
-        factors = (pool, weights[f"position_{of}"], weights[f"phi_{of}{first}"], births.covered, *back)
-        terms.append((factors, (page, *born, *(weights[f"phi_{of}_{name}"] for name in names), *onward)))
+    for of, pool, page, back, onward in zip("kv", stored, pages, (turned, ()), (update.begins, ()), strict=True):
+        factors = (pool, weights[f"position_{of}"], weights[f"phi_{of}{first}"], update.covered, *back)
+        terms.append((factors, (page, *targets, *(weights[f"phi_{of}_{name}"] for name in names), *onward)))
     operands, tree = jax.tree.flatten(terms)
 
     def body(
-        any_born: Ref, *refs: Ref, stages: Ref, sums: Ref, hidden: Ref, made: Ref, barrier: Ref | None = None
+        any_complete: Ref, *refs: Ref, stages: Ref, sums: Ref, hidden: Ref, made: Ref, barrier: Ref | None = None
     ) -> None:
         *inputs, k_parts, v_parts = refs
         chunk, of, head, block = (lax.axis_index(name) for name in ("chunk", "of", "head", "block"))
-        there, memory = any_born[chunk] > 0, (stages, sums, hidden, made)
+        there, memory = any_complete[chunk] > 0, (stages, sums, hidden, made)
         given = zip(jax.tree.unflatten(tree, inputs), (k_parts, v_parts), strict=True)
         for which, ((factors, rest), parts) in enumerate(given):
 
@@ -459,16 +460,16 @@ def bear_mosaic(
         compiler_params=threads.compiler_params(),
         interpret=interpret,
         kernel_name="compress",
-    )(any_born, *operands)
+    )(any_complete, *operands)
     keys, values = (jax.freeze(page) for page in pages)
     return keys, values
 
 
-def supports_births(
-    phi: str, weights: Mapping[str, jax.Array], stored: Pair, compressed_pages: Pair, births: Births
+def supports_compression_update(
+    phi: str, weights: Mapping[str, jax.Array], stored: Pair, compressed_pages: Pair, update: CompressionUpdate
 ) -> bool:
-    """True where the kernels take the births: few, φ a product, heads of 64 or 128, all arrays bfloat16."""
-    if phi not in COMPRESSIONS or not 0 < births.covered.shape[0] <= MAX_UPDATES:
+    """True if the kernels take the update: few tokens, φ a product, heads of 64 or 128, all arrays bfloat16."""
+    if phi not in COMPRESSIONS or not 0 < update.covered.shape[0] <= MAX_UPDATES:
         return False
     _, size, dim = weights["position_k"].shape
     arrays = (*stored, *compressed_pages, *weights.values())
@@ -479,5 +480,5 @@ def supports_births(
     )
 
 
-bear = Op(bear_reference)
-bear.register(Kernel(is_hopper, bear_mosaic, supports_births))
+update_compressed = Op(update_compressed_reference)
+update_compressed.register(Kernel(is_hopper, update_compressed_mosaic, supports_compression_update))

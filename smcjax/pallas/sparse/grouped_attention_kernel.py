@@ -42,7 +42,7 @@ from smcjax.pallas.mosaic.wgmma import MASKED, QUERIES, Ref, across, of_part, pr
 from smcjax.pallas.sparse import grouped_shares
 from smcjax.pallas.sparse.grouped_attention import CHUNK
 from smcjax.pallas.sparse.grouped_shares import LOADERS, Counts, Segment, Tuning, note, share_of
-from smcjax.pallas.sparse.kept_scores import store_by_slot
+from smcjax.pallas.sparse.stored_scores import store_by_slot
 
 AT_ONCE = 4  # queries whose bounds are asked for together, as each answer takes half a microsecond
 

@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.dispatch import active_implementation, implementations
 from smcjax.pallas.layer.skinny_gemm import (
-    few_row_product,
-    few_row_swiglu,
     product_mosaic,
     product_reference,
+    skinny_gemm,
+    skinny_gemm_swiglu,
     swiglu_product_mosaic,
     swiglu_product_reference,
 )
@@ -174,9 +174,9 @@ def lowered(rows: int, outputs: int, columns: int, swiglu: bool, dtype: Any = jn
     )
     with implementations(how):
         if swiglu:
-            traced = jax.jit(lambda x, w: few_row_swiglu(x, w, EPS)).trace(x, w)
+            traced = jax.jit(lambda x, w: skinny_gemm_swiglu(x, w, EPS)).trace(x, w)
         else:
-            traced = jax.jit(lambda x, w, add_to: few_row_product(x, w, add_to=add_to)).trace(x, w, add_to)
+            traced = jax.jit(lambda x, w, add_to: skinny_gemm(x, w, add_to=add_to)).trace(x, w, add_to)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -214,11 +214,11 @@ def test_on_a_gpu(name: str, rows: int) -> None:
     outputs, columns = LLAMA_8B.get(name, (2 * 2376, 1536))
     x, w, add_to = operands(rows, outputs, columns)
     if name == "gate_up":
-        assert few_row_swiglu.kernel_for(x, w, EPS) is not None
-        run, want = jax.jit(lambda x, w, _: few_row_swiglu(x, w, EPS)), exact_swiglu(x, w)
+        assert skinny_gemm_swiglu.kernel_for(x, w, EPS) is not None
+        run, want = jax.jit(lambda x, w, _: skinny_gemm_swiglu(x, w, EPS)), exact_swiglu(x, w)
     else:
-        assert few_row_product.kernel_for(x, w, add_to=add_to) is not None
-        run, want = jax.jit(lambda x, w, add_to: few_row_product(x, w, add_to=add_to)), exact(x, w, add_to)
+        assert skinny_gemm.kernel_for(x, w, add_to=add_to) is not None
+        run, want = jax.jit(lambda x, w, add_to: skinny_gemm(x, w, add_to=add_to)), exact(x, w, add_to)
     got = run(x, w, add_to)
     assert all(bool(jnp.array_equal(got, run(x, w, add_to))) for _ in range(200))
     check(got, want)

@@ -1,4 +1,4 @@
-"""Blocks selected by a kernel from kept scores: exactly those that XLA ranks and selects, ties and all."""
+"""Blocks selected by a kernel from stored scores: exactly those that XLA ranks and selects, ties and all."""
 
 from __future__ import annotations
 

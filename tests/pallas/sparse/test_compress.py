@@ -19,8 +19,13 @@ from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
 from smcjax.model.view import BatchView
 from smcjax.pallas.dispatch import Kernel, Op, implementations, is_hopper
-from smcjax.pallas.sparse.compress import Births, bear, bear_mosaic, supports_births
-from smcjax.sparse import births as nsa_births
+from smcjax.pallas.sparse.compress import (
+    CompressionUpdate,
+    supports_compression_update,
+    update_compressed,
+    update_compressed_mosaic,
+)
+from smcjax.sparse import compression_update
 from smcjax.sparse.nsa import NSA
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -79,7 +84,7 @@ class Case(NamedTuple):
 
 CASES = {
     "mlp": Case(NSA(**SMALL), (9, 13), heads=2),
-    "two chunks": Case(NSA(kv="shared", **SHORT), (4, 4, 5, 6, 4, 8, 5, 6, 3, 7, 3), 1),  # of the first nothing is born
+    "two chunks": Case(NSA(kv="shared", **SHORT), (4, 4, 5, 6, 4, 8, 5, 6, 3, 7, 3), 1),  # the first completes nothing
     "two of a row": Case(NSA(**SHORT), (6, 0), 5, heads=2),
     "wide": Case(
         NSA(kv="shared", **SMALL | {"kernel_size": 6, "kernel_stride": 2}),
@@ -97,16 +102,21 @@ CASES = {
 def counted(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[None]:
     """A list that grows with every call of the kernels, which then run so."""
     calls: list[None] = []
-    counting = Op(bear.reference)
-    counting.register(Kernel(is_hopper, lambda *args: calls.append(None) or bear_mosaic(*args, **how), supports_births))
-    monkeypatch.setattr(nsa_births, "bear", counting)
+    counting = Op(update_compressed.reference)
+
+    def counted(*args: Any) -> Any:
+        calls.append(None)
+        return update_compressed_mosaic(*args, **how)
+
+    counting.register(Kernel(is_hopper, counted, supports_compression_update))
+    monkeypatch.setattr(compression_update, "update_compressed", counting)
     return calls
 
 
 def by_kernels(case: Case, monkeypatch: pytest.MonkeyPatch, cache: LayerCache, projection: Projection) -> LayerCache:
     calls = counted(monkeypatch, interpret=INTERPRET)
     with implementations("mosaic"):
-        made = case.kind.bear(projection, cache, case.view)
+        made = case.kind.update_compressed(projection, cache, case.view)
     assert len(calls) == 1
     return made
 
@@ -114,13 +124,15 @@ def by_kernels(case: Case, monkeypatch: pytest.MonkeyPatch, cache: LayerCache, p
 def by_xla(case: Case, cache: LayerCache, *projections: Projection) -> list[LayerCache]:
     """The pages that each of these projections makes, in one program."""
     with implementations("xla"):
-        return jax.jit(lambda cache: [case.kind.bear(each, cache, case.view) for each in projections])(cache)
+        return jax.jit(lambda cache: [case.kind.update_compressed(each, cache, case.view) for each in projections])(
+            cache
+        )
 
 
 def away(a: LayerCache, b: LayerCache) -> float:
     """The largest difference of compressed tokens, those of the trash page left out; NaN is NaN's like."""
     found = 0.0
-    for name in nsa_births.COMPRESSED:
+    for name in compression_update.COMPRESSED:
         one, other = (np.asarray(x[name], np.float32)[1:] for x in (a, b))
         np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
         found = max(found, float(np.nanmax(np.abs(one - other))))
@@ -128,7 +140,7 @@ def away(a: LayerCache, b: LayerCache) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_bear_what_xla_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_update_as_xla_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trash page stays. Controls are seen: positions' vectors and keys' rotation that are another's, and products
     that lack a warp's columns.
     """
@@ -148,7 +160,7 @@ def test_kernels_bear_what_xla_does(name: str, monkeypatch: pytest.MonkeyPatch) 
     least = 2**-7  # a number of bfloat16 below 4 and its neighbour
     assert away(want, cache) > 0.3
     assert away(got, want) <= least
-    for array in nsa_births.COMPRESSED:
+    for array in compression_update.COMPRESSED:
         np.testing.assert_array_equal(*(np.asarray(x[array][TRASH], np.float32) for x in (got, cache)))
     assert len(less) == 2
     assert min(away(want, of_late), away(want, of_lacking)) > 4 * least
@@ -162,10 +174,10 @@ def test_supports_what_fits() -> None:
         cache, projection = case.drawn()
         weights = {name: of for name, of in (projection.weights or {}).items() if name.startswith(("phi", "position"))}
         weights |= {name: of.astype(changed.get(name, of.dtype)) for name, of in weights.items()}
-        names = case.kind.source("keys"), case.kind.source("values"), *nsa_births.COMPRESSED
+        names = case.kind.source("keys"), case.kind.source("values"), *compression_update.COMPRESSED
         pools = [cache[name] for name in names]
-        births = Births(jnp.zeros((number, case.kind.kernel_size), jnp.int32), None, None, None, None)
-        return supports_births(case.kind.phi, weights, pools[:2], pools[2:], births)
+        update = CompressionUpdate(jnp.zeros((number, case.kind.kernel_size), jnp.int32), None, None, None, None)
+        return supports_compression_update(case.kind.phi, weights, pools[:2], pools[2:], update)
 
     assert takes(CASES["mlp"])
     assert takes(CASES["mlp"], 16)
@@ -190,7 +202,7 @@ def test_lowers_for_cuda(requests: int, kv: str) -> None:
     view = case.view
 
     def run(cache: Any, weights: Any) -> Any:
-        return case.kind.bear(dataclasses.replace(projection, weights=weights), cache, view)
+        return case.kind.update_compressed(dataclasses.replace(projection, weights=weights), cache, view)
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), projection.weights)
     with implementations("mosaic"):
@@ -202,20 +214,20 @@ def test_lowers_for_cuda(requests: int, kv: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["per_branch", "shared"])
 @pytest.mark.parametrize("requests", [1, 3, 8, 16])
-def test_bears_what_xla_does_on_a_gpu(requests: int, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At an 8B model's shapes; some requests bear a token. Each time the same bits."""
+def test_updates_as_xla_does_on_a_gpu(requests: int, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At an 8B model's shapes; some requests complete a token. Each time the same bits."""
     calls = counted(monkeypatch)
     starts = tuple(int(at) for at in 1000 + 105 * np.arange(requests - 1))
     case = Case(NSA(kv=kv), (1015, *starts), 9, 128, 8, 128, 24)  # of a row alone nothing is written
     case = case if requests > 1 else case._replace(starts=(1015, 1000))
     cache, projection = case.drawn()
-    is_born = case.kind.births(case.view)[1]
-    assert 0 < int(is_born.sum()) < is_born.size
+    is_complete = case.kind.new_compressed_tokens(case.view)[1]
+    assert 0 < int(is_complete.sum()) < is_complete.size
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(name: str, cache: LayerCache, weights: Any) -> LayerCache:
         with implementations(name):
-            return case.kind.bear(dataclasses.replace(projection, weights=weights), cache, case.view)
+            return case.kind.update_compressed(dataclasses.replace(projection, weights=weights), cache, case.view)
 
     got, want = (run(name, cache, projection.weights) for name in ("auto", "xla"))
     assert len(calls) == 1

@@ -1,10 +1,10 @@
-"""How Native Sparse Attention bears compressed tokens: of which stored positions, by which rotations, in which pages.
+"""The compression update of Native Sparse Attention: computes compressed tokens as they become complete.
 
-    token i = φ(stored_{i·d} … stored_{i·d + l − 1})        born by a forward that writes position i·d + l − 1
+    token i = φ(stored_{i·d} … stored_{i·d + l − 1})        complete once a forward has written position i·d + l − 1
 
-φ reads keys and values as pages hold them, new ones among them, and un-rotates keys that are stored rotated. A
-compressed key is rotated by its first position. A forward over pages bears few tokens, one of sixteen positions by
-default, which `smcjax.pallas.sparse.compress` makes and writes.
+φ reads keys and values from pages, new ones included, and un-rotates keys that are stored rotated. A compressed key is
+rotated by its first position. A forward over pages completes few tokens, by default one of sixteen positions;
+`smcjax.pallas.sparse.compress` computes and writes them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.kv import TRASH, LayerCache, page_of
 from smcjax.model.attention import Projection
 from smcjax.model.view import BatchView
-from smcjax.pallas.sparse.compress import Births, bear, compressed
+from smcjax.pallas.sparse.compress import CompressionUpdate, compressed, update_compressed
 
 COMPRESSED = ("compressed_keys", "compressed_values")
 
 
-class Bearing:
-    """Births by the options that `smcjax.sparse.nsa.NSA` explains and checks."""
+class Compressor:
+    """Compresses keys and values by the options that `smcjax.sparse.nsa.NSA` documents and checks."""
 
     kernel_size: int
     kernel_stride: int
@@ -32,7 +32,7 @@ class Bearing:
 
     @property
     def phi(self) -> str:
-        """How l stored keys or values become a compressed one, one of `COMPRESSIONS`."""
+        """The compression of l stored keys or values to one: one of `COMPRESSIONS`."""
         return "linear" if self.kv == "shared" else "mlp"
 
     def source(self, name: str) -> str:
@@ -40,11 +40,11 @@ class Bearing:
         return name if self.kv == "shared" else f"raw_{name}"
 
     def home(self, starts: Any) -> Any:
-        """The position in whose page a compressed token lies that begins at `starts`: its last."""
+        """The last position of a compressed token that begins at `starts`. The token lies in that position's page."""
         return starts + self.kernel_size - 1
 
-    def births(self, view: BatchView) -> tuple[Int[Array, "R N"], Bool[Array, "R N"]]:
-        """First positions of the compressed tokens that the new tokens can bear, and which of them they do."""
+    def new_compressed_tokens(self, view: BatchView) -> tuple[Int[Array, "R N"], Bool[Array, "R N"]]:
+        """First positions of the compressed tokens that the new tokens may complete, and which are complete."""
         size, stride, columns = self.kernel_size, self.kernel_stride, view.positions.shape[1]
         first = view.positions[:, :1]
         column = (size - 1 - first) % stride + stride * jnp.arange((columns - 1) // stride + 1)
@@ -52,11 +52,11 @@ class Bearing:
         pages = jnp.take_along_axis(view.write_pages, jnp.minimum(column, columns - 1), axis=1)
         return ends - (size - 1), (column < columns) & (ends >= size - 1) & (pages != TRASH)
 
-    def bear(self, projection: Projection, cache: LayerCache, view: BatchView) -> LayerCache:
-        """The layer's pages, whose new tokens are written, with the compressed ones that these bear."""
+    def update_compressed(self, projection: Projection, cache: LayerCache, view: BatchView) -> LayerCache:
+        """Writes the newly complete compressed tokens to the layer's pages, which hold the new tokens already."""
         assert projection.weights is not None
         size, table = view.page_size, view.block_table
-        starts, born = self.births(view)
+        starts, is_complete = self.new_compressed_tokens(view)
         covered, home = starts[..., None] + jnp.arange(self.kernel_size), self.home(starts)
 
         def pages_of(positions: jax.Array) -> jax.Array:
@@ -66,14 +66,14 @@ class Bearing:
         stored = cache[self.source("keys")], cache[self.source("values")]
         pools = cache[COMPRESSED[0]], cache[COMPRESSED[1]]
         weights = {name: of for name, of in projection.weights.items() if name.startswith(("position_", "phi_"))}
-        births = Births(
+        update = CompressionUpdate(
             covered=(of_covered * size + covered % size).reshape(-1, self.kernel_size),
             home=(pages * pools[0].shape[1] + slots).reshape(-1),
-            is_born=born.reshape(-1),
+            is_complete=is_complete.reshape(-1),
             turned=_flat(projection.angles(self._positions(starts))) if self._unrotates else None,
             begins=_flat(projection.angles(starts)),
         )
-        made = bear(self.phi, weights, stored, pools, births)
+        made = update_compressed(self.phi, weights, stored, pools, update)
         return {**cache, **dict(zip(COMPRESSED, made, strict=True))}
 
     def compressed(
