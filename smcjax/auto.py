@@ -69,8 +69,8 @@ class Routed:
         exact = exact_beside(self.smc)
         return (exact,) if deterministic_drafts else (self.smc, exact)
 
-    def settled(self, params: Sequence[Any], *, has_draft: bool) -> Routed | Decoding:
-        """The exact decoder alone where it answers requests with each of these `SamplingParams`, else the rule."""
+    def resolved(self, params: Sequence[Any], *, has_draft: bool) -> Routed | Decoding:
+        """The exact decoder alone if the rule routes all of these `SamplingParams` to it; otherwise the rule itself."""
         if has_draft and all(left_to_exact(self.smc, one) is not None for one in params):
             return exact_beside(self.smc)
         return self

@@ -88,9 +88,9 @@ def test_what_is_left_to_an_exact_decoder(requested: dict[str, Any], why: str | 
         Rejection().check(params)
         Autoregressive().check(params)
         Routed().check(params)
-        assert Routed().settled([params, params], has_draft=True) == Rejection()
-    assert Routed().settled([params, SamplingParams()], has_draft=True) == Routed()
-    assert Routed().settled([params], has_draft=False) == Routed()
+        assert Routed().resolved([params, params], has_draft=True) == Rejection()
+    assert Routed().resolved([params, SamplingParams()], has_draft=True) == Routed()
+    assert Routed().resolved([params], has_draft=False) == Routed()
     with pytest.raises(ValueError, match=r"^temperature is 0, where every draft token"):
         Routed().check(SamplingParams(temperature=0, control=0.1))
 

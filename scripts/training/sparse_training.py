@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.model import ModelConfig
 from smcjax.model.attention import Projection, SlidingWindow
 from smcjax.model.decoder import Attend
-from smcjax.model.seen import grouped
+from smcjax.model.visible_kv import grouped
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention.reference import LOWEST
 from smcjax.sparse.nsa import NSA
@@ -50,8 +50,8 @@ def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, "R Q"]) 
     few blocks hold. Queries and keys learn from it as well as the weights that compress: a sum of 32 keys tells which
     one matches only if the others are dull.
     """
-    seen, (rotated, _, _) = kind.entries_without_pages(projection), projection.heads()
-    length, (_, _, kv_heads, _) = rotated.shape[1], seen.keys.shape
+    kv, (rotated, _, _) = kind.entries_without_pages(projection), projection.heads()
+    length, (_, _, kv_heads, _) = rotated.shape[1], kv.keys.shape
     blocks = -(-length // kind.block_size)
     q = grouped(jnp.take_along_axis(rotated, queries[:, :, None, None], axis=1), kv_heads)
 
@@ -67,7 +67,7 @@ def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, "R Q"]) 
         scores = block_scores(kind, q, compressed_keys, positions, blocks) / q.shape[2] * free + 1e-9
         return -(mass * jnp.log(scores / scores.sum(axis=-1, keepdims=True))).sum(-1).mean()
 
-    rows = (queries, q, seen.keys, seen.compressed_keys)
+    rows = (queries, q, kv.keys, kv.compressed_keys)
     return jax.lax.map(of_row, rows, batch_size=rows_at_once(length)).mean()
 
 
@@ -121,11 +121,11 @@ def nsa(
 ) -> Float[Array, "R T H D"]:
     """`kind.dense` at positions 0 … T − 1; `choose` stands for `selection`."""
     choose = choose or selection
-    seen = kind.entries_without_pages(projection)
+    kv = kind.entries_without_pages(projection)
     rotated = projection.heads()[0]
-    selected = checkpoint_name(choose(kind, *map(jax.lax.stop_gradient, (rotated, seen.compressed_keys))), SELECTED)
+    selected = checkpoint_name(choose(kind, *map(jax.lax.stop_gradient, (rotated, kv.compressed_keys))), SELECTED)
     rows, length, _, dim = rotated.shape
-    kv_heads = seen.keys.shape[2]
+    kv_heads = kv.keys.shape[2]
 
     def by_head(x: jax.Array) -> jax.Array:
         """[R, S, Hkv·G, D] → [R·Hkv, S, G, D]: each key-value head has a mask of its own."""
@@ -134,11 +134,11 @@ def nsa(
 
     chosen = jnp.repeat(jnp.moveaxis(selected, 2, 1), kind.block_size, axis=-1)[..., :length]
     mask = chosen.reshape(rows * kv_heads, 1, length, length)
-    slc = fused(implementation, by_head(rotated), by_head(seen.keys), by_head(seen.values), mask=mask, is_causal=True)
+    slc = fused(implementation, by_head(rotated), by_head(kv.keys), by_head(kv.values), mask=mask, is_causal=True)
     slc = jnp.moveaxis(slc.reshape(rows, kv_heads, length, -1, dim), 1, 2).reshape(rotated.shape)
 
-    win = windowed(implementation, rotated, seen.window_keys, seen.window_values, kind.window)
-    outputs = jnp.stack([compressed(implementation, kind, rotated, seen), slc, win], axis=3)
+    win = windowed(implementation, rotated, kv.window_keys, kv.window_values, kind.window)
+    outputs = jnp.stack([compressed(implementation, kind, rotated, kv), slc, win], axis=3)
     return Branches(outputs, kind.gates(projection), None, selected).gated()
 
 
@@ -175,11 +175,11 @@ def windowed(
 
 
 def compressed(
-    implementation: str, kind: NSA, q: Float[Array, "R T H D"], seen: Entries[jax.Array]
+    implementation: str, kind: NSA, q: Float[Array, "R T H D"], kv: Entries[jax.Array]
 ) -> Float[Array, "R T H D"]:
     """The branch of compressed tokens; 0 where none is complete."""
-    pad = [(0, 0), (0, -seen.compressed_keys.shape[1] % 64), (0, 0), (0, 0)]
-    keys, values = (jnp.pad(x, pad) for x in (seen.compressed_keys, seen.compressed_values))
+    pad = [(0, 0), (0, -kv.compressed_keys.shape[1] % 64), (0, 0), (0, 0)]
+    keys, values = (jnp.pad(x, pad) for x in (kv.compressed_keys, kv.compressed_values))
     complete = _complete(kind, jnp.arange(q.shape[1]), keys.shape[1])
     # A query that sees nothing is given a token to see, as kernels may make NaN of nothing, and its output dropped.
     mask = complete.at[:, 0].set(True)[None, None]

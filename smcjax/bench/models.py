@@ -161,7 +161,7 @@ class Models:
         if parallel is None:
             return prepared(random_params(config, seed), config, quantization, implementation)
         made = parallel.random_params(config, key_of(seed), config.dtype)
-        return parallel.settled(config, prepared(made, config, quantization, implementation))
+        return parallel.placed(config, prepared(made, config, quantization, implementation))
 
 
 def random_params(config: ModelConfig, seed: int) -> Params:

@@ -23,8 +23,8 @@ from smcjax.cli.options import (
     check_models,
     decoding_from,
     one_shot_arguments,
+    resolved,
     sampling_from,
-    settled,
 )
 from smcjax.cli.parser import whole
 from smcjax.cli.stdin import edit_lines, read_line, require_stdin
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     from smcjax.engine.llm import LLM
 
-    decoding = settled(args, decoding, [params])
+    decoding = resolved(args, decoding, [params])
     with LLM(args.model, decoding=decoding, max_num_seqs=1, seed=args.seed, **one_shot_arguments(args)) as llm:
         if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(

@@ -19,8 +19,8 @@ from smcjax.cli.options import (
     check_task,
     decoding_from,
     one_shot_arguments,
+    resolved,
     sampling_from,
-    settled,
     shows_progress,
 )
 from smcjax.cli.parser import whole
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(
         args.model,
-        decoding=settled(args, decoding, [params]),
+        decoding=resolved(args, decoding, [params]),
         max_num_seqs=min(args.max_num_seqs, args.num_problems),
         seed=args.seed,
         **one_shot_arguments(args),

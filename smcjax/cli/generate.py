@@ -23,8 +23,8 @@ from smcjax.cli.options import (
     check_output,
     decoding_from,
     one_shot_arguments,
+    resolved,
     sampling_from,
-    settled,
     shows_progress,
 )
 from smcjax.cli.parser import text, whole
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
     from smcjax.engine.llm import LLM
 
-    decoding = settled(args, decoding, [params])
+    decoding = resolved(args, decoding, [params])
     with LLM(args.model, decoding=decoding, max_num_seqs=1, **one_shot_arguments(args)) as llm:
         _, output = answer(llm, prompt, params)
     assert output is not None  # only an abort would leave none
@@ -107,7 +107,7 @@ def _run_lines(args: argparse.Namespace, decoding: Choice, params: SamplingParam
     from smcjax.engine.llm import LLM
 
     batch = min(args.max_num_seqs or 8, len(lines))
-    decoding = settled(args, decoding, [line.params for line in lines])
+    decoding = resolved(args, decoding, [line.params for line in lines])
     with LLM(args.model, decoding=decoding, max_num_seqs=batch, seed=args.seed, **one_shot_arguments(args)) as llm:
         outputs = answer_lines(llm, args.input_file, lines, progress=shows_progress(args))
     write_results(args.output_file, lines, outputs)

@@ -363,9 +363,9 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profi
     return Routed(made) if args.decoding is None and isinstance(made, SMC) and not trace else made
 
 
-def settled(args: argparse.Namespace, decoding: Choice, params: Sequence[SamplingParams]) -> Choice:
-    """The decoder of these requests: where the rule leaves all of them to the exact one, that alone is loaded."""
-    return decoding.settled(params, has_draft=has_draft(args)) if isinstance(decoding, Routed) else decoding
+def resolved(args: argparse.Namespace, decoding: Choice, params: Sequence[SamplingParams]) -> Choice:
+    """The decoders to load: the exact one alone if the rule routes all of these requests to it."""
+    return decoding.resolved(params, has_draft=has_draft(args)) if isinstance(decoding, Routed) else decoding
 
 
 def one_shot_arguments(args: argparse.Namespace) -> dict[str, Any]:

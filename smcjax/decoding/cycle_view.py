@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.groups import Groups
-from smcjax.kv import TRASH, Copies, PagePool, keep_until, make_room, settle
+from smcjax.kv import TRASH, Copies, PagePool, keep_until, make_room, truncate_pages
 from smcjax.model.view import BatchView
 
 
@@ -66,7 +66,7 @@ def agree_on_pages[S: Groups](
     positions from the frontier on.
     """
     sequences = groups.sequences
-    settled = settle(
+    truncated = truncate_pages(
         groups.memory.pool,
         sequences.block_table,
         source,
@@ -77,7 +77,7 @@ def agree_on_pages[S: Groups](
         max_width=width,
         group=sequences.length.shape[0] // ran.shape[0],
     )
-    return _with_pages(groups, *settled)
+    return _with_pages(groups, *truncated)
 
 
 def _with_pages[S: Groups](groups: S, pool: PagePool, table: Int[Array, "R M"]) -> S:

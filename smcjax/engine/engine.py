@@ -122,7 +122,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a step has anything to do."""
-        self._settle()
+        self._finish_reset()
         return bool(self._scheduler or self._reported or self._outputs)
 
     @property
@@ -168,7 +168,7 @@ class Engine:
 
     def chunks(self, request_id: str) -> list[StreamChunk]:
         """Takes the chunks that a streaming request has gathered since the last call; none for unknown ids."""
-        self._settle()
+        self._finish_reset()
         if not self._streams.get(request_id):
             return []
         chunks, self._streams[request_id] = self._streams[request_id], []
@@ -176,12 +176,12 @@ class Engine:
 
     def follows(self, request_id: str) -> bool:
         """True while this request's stream is kept: from `add_request` until `forget`, if no error comes between."""
-        self._settle()
+        self._finish_reset()
         return request_id in self._streams
 
     def holds(self, request_id: str) -> bool:
         """True while this request's output is to come: from `add_request` on, if no error comes between."""
-        self._settle()
+        self._finish_reset()
         return request_id in self._arrivals
 
     def forget(self, request_id: str) -> None:
@@ -193,7 +193,7 @@ class Engine:
 
         Pages that only the prefix cache keeps are free ones too; its queries and hits are in tokens of prompts.
         """
-        self._settle()
+        self._finish_reset()
         cache = self._scheduler.cache
         return {
             "kv_pages_total": self.runner.num_pages - 1,
@@ -212,7 +212,7 @@ class Engine:
 
     def warm_up(self, *, use_tqdm: bool) -> None:
         """Compiles the programs of every batch size and of moves between any two, but those for what few ask for."""
-        self._settle()
+        self._finish_reset()
         with contextlib.ExitStack() as stack:
             self._compile(self._scheduler.sizes, self.runner.program, shown(stack, use_tqdm))
 
@@ -252,8 +252,8 @@ class Engine:
         self.reset()
         self.runner.close()
 
-    def _settle(self) -> None:
-        """Ends a clean-up that was interrupted."""
+    def _finish_reset(self) -> None:
+        """Finishes a reset that was interrupted."""
         if self.dirty:
             self.reset()
 
@@ -476,7 +476,7 @@ class Engine:
             running.times.first_seen = self._clock.at()
         if value.done:
             self._conclude(running)
-        elif running.stops is not None and running.last_cycle is None and running.settled(kind, value):
+        elif running.stops is not None and running.last_cycle is None and running.is_decided(kind, value):
             # The first cycle is enqueued in the first tokens' round, so who reads late knows of these after the second.
             running.last_cycle = max(len(running.infos), 1) + 1
             self._conclude_settled(running)

@@ -17,7 +17,7 @@ from smcjax.kv.pages import (
     pages_touched,
     rebind,
     release,
-    settle,
+    truncate_pages,
 )
 from smcjax.pallas import Copies
 
@@ -42,5 +42,5 @@ __all__ = [
     "pages_touched",
     "rebind",
     "release",
-    "settle",
+    "truncate_pages",
 ]

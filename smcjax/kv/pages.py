@@ -26,8 +26,8 @@ from smcjax.pallas.cache.page_tables import (
     MAX_TOUCHED_PAGES,
     fork_mosaic,
     make_room_mosaic,
-    settle_mosaic,
     supports_page_tables,
+    truncate_pages_mosaic,
 )
 from smcjax.pallas.cache.rotate_and_write import TRASH
 from smcjax.pallas.dispatch import Kernel, Op, is_hopper
@@ -273,7 +273,7 @@ make_room = Op(_make_room_reference)
 make_room.register(Kernel(is_hopper, _make_room_sm90, _supports_room))
 
 
-def _settle_reference(
+def _truncate_pages_reference(
     pool: PagePool,
     block_table: Int[Array, "R M"],
     source: Int[Array, " R"] | None,
@@ -295,23 +295,23 @@ def _settle_reference(
     return keep_until(pool, block_table, table, after, goes, page_size=page_size)
 
 
-def _settle_sm90(
+def _truncate_pages_sm90(
     pool: PagePool, *args: Any, page_size: int, max_width: int, **named: Any
 ) -> tuple[PagePool, Int[Array, "R M"]]:
     named |= {"page_size": page_size, "touched": pages_touched(max_width, page_size)}
-    counts, free, left, table = settle_mosaic(pool.refcount, pool.free, pool.num_free, *args, **named)
+    counts, free, left, table = truncate_pages_mosaic(pool.refcount, pool.free, pool.num_free, *args, **named)
     return PagePool(counts, free, left), table
 
 
-def _supports_settle(
+def _supports_truncate_pages(
     pool: PagePool, block_table: jax.Array, *args: Any, page_size: int, max_width: int, group: int, **named: Any
 ) -> bool:
     few = pages_touched(max_width, page_size) <= MAX_TOUCHED_PAGES
     return few and supports_page_tables(rows=block_table.shape[0], group=group)
 
 
-settle = Op(_settle_reference)
-settle.register(Kernel(is_hopper, _settle_sm90, _supports_settle))
+truncate_pages = Op(_truncate_pages_reference)
+truncate_pages.register(Kernel(is_hopper, _truncate_pages_sm90, _supports_truncate_pages))
 
 
 def _first_of_all_sharers(pool: PagePool, pages: Int[Array, " R"]) -> Bool[Array, " R"]:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import CacheSpec, LayerCache, PageArray
-from smcjax.model.seen import by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
+from smcjax.model.visible_kv import grouped, masked_softmax, scaled_scores, tree_kv
 from smcjax.pallas import (
     HeadNorms,
     PendingNorm,
@@ -261,7 +261,7 @@ class _Softmax(AttentionKind):
     ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
         q, keys, values = projection.heads()
         scratch = view.put(scratch, {"keys": keys, "values": values})
-        seen_keys, seen_values = (by_path(view, cache[name], scratch[name]) for name in ("keys", "values"))
+        seen_keys, seen_values = (tree_kv(view, cache[name], scratch[name]) for name in ("keys", "values"))
         _, slots, kv_heads, _ = seen_keys.shape
         scores = scaled_scores(grouped(q, kv_heads), seen_keys, self.scale)
         visible = self._visible(jnp.arange(slots), view.positions[:, :, None, None, None])

@@ -6,8 +6,8 @@
     all devices have      the residual stream, logits, and everything that is no model: the same numbers
 
 So a device's layer is a layer of a smaller model, which its own config describes (`TensorParallel.local`), and what
-computes layers knows nothing of other devices but for the kinds of its matrices (`TensorParallel.seen`) and attention
-(`AttentionKind.partition`). Each sums over devices once behind attention and once behind the MLP.
+computes layers knows nothing of other devices but for the kinds of its matrices (`TensorParallel.local_params`) and
+attention (`AttentionKind.partition`). Each sums over devices once behind attention and once behind the MLP.
 
 Rows of qkv and gate_up lie shard by shard, each device's q, k and v together, so that one contiguous slice is a
 device's fused matrix. Of key-value heads a device has Hkv/n, or one that n/Hkv devices have alike.
@@ -248,10 +248,10 @@ class TensorParallel:
         own = [jax.device_put(piece, device) for piece, device in self._dealt(pieces)]
         return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding(layout), own)
 
-    def settled(self, config: ModelConfig, params: Params) -> Params:
-        """The weights where they belong, should a conversion of them have left some elsewhere."""
+    def placed(self, config: ModelConfig, params: Params) -> Params:
+        """Moves each weight to the sharding of its layout. A conversion may have left some elsewhere."""
 
-        def settle(layout: Layout, leaf: Any) -> Any:
+        def place(layout: Layout, leaf: Any) -> Any:
             if isinstance(leaf, Folded):
                 return leaf
             if not is_packed(leaf):
@@ -260,12 +260,12 @@ class TensorParallel:
             places = Int8(self.sharding(layout), self.sharding(of_scale), leaf.compute_dtype)
             return jax.device_put(leaf, places)
 
-        return jax.tree.map(settle, layouts(config, self.size, self.vocabulary), params)
+        return jax.tree.map(place, layouts(config, self.size, self.vocabulary), params)
 
-    def seen(self, config: ModelConfig, params: Params, peers: Peers | None = None) -> Params:
-        """A device's own pieces as matrices that sum and gather: `config` is the whole model's. Within `shard_map`.
+    def local_params(self, config: ModelConfig, params: Params, peers: Peers | None = None) -> Params:
+        """Wraps a device's shards as matrices that sum and gather over devices. Call it within `shard_map`.
 
-        They do by `peers` what these take; None: all by XLA's collectives.
+        `config` is the whole model's. Collectives run on `peers` if these support them, otherwise on XLA.
         """
 
         def by_token(leaf: Any) -> Any:

@@ -32,8 +32,8 @@ from smcjax.model.attention import (
     pair_write,
     write_pair,
 )
-from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
+from smcjax.model.visible_kv import SequenceKV, TreeKV, VisibleKV, grouped, masked_softmax, scaled_scores, tree_kv
 from smcjax.normalize import short
 from smcjax.pallas import copy_pages
 from smcjax.pallas.attention.reference import sees
@@ -158,8 +158,8 @@ class NSA(AttentionKind, Compressor, Routing):
 
     def dense_branches(self, projection: Projection, positions: Int[Array, "R T"]) -> Branches:
         """The parts of `dense`."""
-        seen = Entries(*map(ByRow, self.entries_without_pages(projection)))
-        return self._attend(projection, seen, positions, positions, self.route(projection, seen, positions, positions))
+        kv = Entries(*map(SequenceKV, self.entries_without_pages(projection)))
+        return self._attend(projection, kv, positions, positions, self.route(projection, kv, positions, positions))
 
     def entries_without_pages(self, projection: Projection) -> Entries[jax.Array]:
         """The tokens' own keys and values, S = T, and the compressed tokens that they complete.
@@ -209,10 +209,10 @@ class NSA(AttentionKind, Compressor, Routing):
         if routes:
             routed = self.routed_by(rows_routed(self, q, compressed_of(cache), view, last), cache, view)
         elif not self.takes_together(view, earlier):
-            seen = self.read(cache, view)
-            routed = self.route(projection, seen, view.positions, last, earlier and earlier.blocks)
+            kv = self.read(cache, view)
+            routed = self.route(projection, kv, view.positions, last, earlier and earlier.blocks)
             if not is_grouped(view):
-                return self._attend(projection, seen, view.positions, last, routed), cache
+                return self._attend(projection, kv, view.positions, last, routed), cache
         chosen = _chosen(routed, earlier)
         compressed = compressed_of(cache) if routed is None else None
         parts, tasks = rows_by_groups(self, q, pages, compressed, view, chosen, last)
@@ -274,10 +274,10 @@ class NSA(AttentionKind, Compressor, Routing):
             routing = nodes_routed(self, q, compressed_of(cache), compressed_of(scratch), view)
             routed = self.routed_by(routing, cache, view)
         elif not self.takes_together(view, earlier):
-            seen = self.read_paths(cache, scratch, view)
-            routed = self.route(projection, seen, positions, positions, earlier and earlier.blocks)
+            kv = self.read_paths(cache, scratch, view)
+            routed = self.route(projection, kv, positions, positions, earlier and earlier.blocks)
             if not is_grouped(view):
-                return self._attend(projection, seen, positions, positions, routed), scratch
+                return self._attend(projection, kv, positions, positions, routed), scratch
         chosen = _chosen(routed, earlier)
         compressed = (compressed_of(cache), compressed_of(scratch)) if routed is None else None
         parts, tasks = nodes_by_groups(self, q, pages, own, compressed, view, chosen)
@@ -314,11 +314,11 @@ class NSA(AttentionKind, Compressor, Routing):
         made = self.compressed(projection, raw, starts)
         return view.put(scratch, dict(zip(COMPRESSED, made, strict=True)))
 
-    def read_paths(self, cache: LayerCache, scratch: LayerCache, view: TreeView) -> Entries[ByPath]:
+    def read_paths(self, cache: LayerCache, scratch: LayerCache, view: TreeView) -> Entries[TreeKV]:
         """Committed keys and values and each new node's path, in the order of positions."""
         entries = {"stride": self.kernel_stride, "size": self.kernel_size}
-        tokens = (by_path(view, *arrays) for arrays in zip(self.pairs(cache), self.pairs(scratch), strict=True))
-        compressed = (by_path(view, cache[name], scratch[name], **entries) for name in COMPRESSED)
+        tokens = (tree_kv(view, *arrays) for arrays in zip(self.pairs(cache), self.pairs(scratch), strict=True))
+        compressed = (tree_kv(view, cache[name], scratch[name], **entries) for name in COMPRESSED)
         return Entries(*tokens, *compressed)
 
     def _new_arrays(self, projection: Projection) -> dict[str, Float[Array, "R T Hkv D"]]:
@@ -342,7 +342,7 @@ class NSA(AttentionKind, Compressor, Routing):
         own = "window_" if self.kv == "per_branch" else ""
         return arrays["keys"], arrays["values"], arrays[f"{own}keys"], arrays[f"{own}values"]
 
-    def read(self, cache: LayerCache, view: BatchView) -> Entries[ByRow]:
+    def read(self, cache: LayerCache, view: BatchView) -> Entries[SequenceKV]:
         """Each row's pages in the order of positions; values that are not there yet are 0."""
         size, table = view.page_size, view.block_table
         rows, width = table.shape
@@ -362,25 +362,25 @@ class NSA(AttentionKind, Compressor, Routing):
 
         keys, values, window_keys, window_values = self.pairs(found)
         tokens = (keys, there(values, slots), window_keys, there(window_values, slots))
-        return Entries(*map(ByRow, (*tokens, compressed[0], there(compressed[1], ends))))
+        return Entries(*map(SequenceKV, (*tokens, compressed[0], there(compressed[1], ends))))
 
-    def _attend[S: Seen](
+    def _attend[S: VisibleKV](
         self,
         projection: Projection,
-        seen: Entries[S],
+        kv: Entries[S],
         positions: Int[Array, "R T"],
         last: Int[Array, "R T"],
         routed: Routed,
     ) -> Branches:
         """All branches of queries at `positions`, each by itself, which see keys up to `last`: their own, if there."""
-        rotated, (_, length, kv_heads, _) = projection.heads()[0], seen.keys.shape
+        rotated, (_, length, kv_heads, _) = projection.heads()[0], kv.keys.shape
         slots, at, last = jnp.arange(length), *(x[:, :, None, None, None] for x in (positions, last))
         q, there = grouped(rotated, kv_heads), slots <= last
         chosen = jnp.repeat(routed.selected, self.block_size, axis=-1)[..., :length]
         chosen = chosen.reshape(*chosen.shape[:2], kv_heads, -1, length)
-        _, slc = masked_softmax(scaled_scores(q, seen.keys), seen.values, chosen & there)
+        _, slc = masked_softmax(scaled_scores(q, kv.keys), kv.values, chosen & there)
         _, win = masked_softmax(
-            scaled_scores(q, seen.window_keys), seen.window_values, sees(slots, at, self.window) & there
+            scaled_scores(q, kv.window_keys), kv.window_values, sees(slots, at, self.window) & there
         )
         return self.put_together(projection, routed, slc, win)
 

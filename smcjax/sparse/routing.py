@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import LayerCache, PageArray
 from smcjax.model.attention import Projection
-from smcjax.model.seen import Seen, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
+from smcjax.model.visible_kv import VisibleKV, grouped, masked_softmax, scaled_scores
 from smcjax.pallas.sparse.best_blocks import best_blocks
 from smcjax.pallas.sparse.block_ranking import Ranking
 from smcjax.pallas.sparse.gates import Products, gated_sum, sigmoid_gates, weighed_sum
@@ -85,10 +85,10 @@ class Routing:
         """Compressed keys or values as pages hold them."""
         return PageArray(heads, dim, self.kernel_stride, self.kernel_size)
 
-    def route[S: Seen](
+    def route[S: VisibleKV](
         self,
         projection: Projection,
-        seen: Entries[S],
+        kv: Entries[S],
         positions: Int[Array, "R T"],
         last: Int[Array, "R T"],
         earlier: Bool[Array, "R T S blocks"] | None = None,
@@ -97,13 +97,13 @@ class Routing:
 
         With `earlier`, blocks that a layer before this one has selected, these are taken and none is ranked.
         """
-        kv_heads, last = seen.keys.shape[2], last[:, :, None, None, None]
-        ends = self.compressed_array().ends(seen.compressed_keys.shape[1])
-        logits = scaled_scores(grouped(projection.heads()[0], kv_heads), seen.compressed_keys)
-        weights, output = masked_softmax(logits, seen.compressed_values, ends <= last)
+        kv_heads, last = kv.keys.shape[2], last[:, :, None, None, None]
+        ends = self.compressed_array().ends(kv.compressed_keys.shape[1])
+        logits = scaled_scores(grouped(projection.heads()[0], kv_heads), kv.compressed_keys)
+        weights, output = masked_softmax(logits, kv.compressed_values, ends <= last)
         if earlier is not None:
             return Routed(output, None, earlier)
-        scores = self.block_scores(weights, -(-seen.keys.shape[1] // self.block_size))
+        scores = self.block_scores(weights, -(-kv.keys.shape[1] // self.block_size))
         return Routed(output, scores, self.select(scores, positions))
 
     def routed_by(self, weighed: Weighed, cache: LayerCache, view: BatchView | TreeView) -> Routed:

@@ -21,8 +21,8 @@ from smcjax.decoding.cycle_view import reserve
 from smcjax.decoding.speculation import score
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
-from smcjax.model.seen import ByRow
 from smcjax.model.view import BatchView
+from smcjax.model.visible_kv import SequenceKV
 from smcjax.sparse import groups as nsa_groups
 from smcjax.sparse import nsa
 from smcjax.sparse.routing import Entries
@@ -58,7 +58,7 @@ def _logits(tokens: jax.Array, prompt: jax.Array, flags: jax.Array) -> jax.Array
 
     def attend(index: int, projection: Projection) -> jax.Array:
         kind: Any = TARGET.layer(index).attention
-        seen = Entries(*map(ByRow, kind.entries_without_pages(projection)))
+        seen = Entries(*map(SequenceKV, kind.entries_without_pages(projection)))
         routed = kind.route(projection, seen, positions, positions)
         selects = flags[index] | (positions < prompt)[..., None, None]
         routed = routed._replace(selected=jnp.where(selects, routed.selected, carried[0]))

@@ -83,7 +83,7 @@ def logits_of(config: ModelConfig, params: Any, size: int, peers: Peers | None =
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
 
     def on_each(params: Any) -> jax.Array:
-        return logits(parallel.local(config), parallel.seen(config, params, peers), TOKENS)[None]
+        return logits(parallel.local(config), parallel.local_params(config, params, peers), TOKENS)[None]
 
     by_device = jax.sharding.PartitionSpec(AXIS)
     spread = jax.shard_map(on_each, mesh=parallel.mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)
@@ -167,7 +167,7 @@ def test_int8_has_the_numbers_of_one_device(size: int) -> None:
     config, params = model(head_dim=8, intermediate_size=64, hidden_size=32)
     parallel = devices_of_host(size)
     whole = quantize_params(params)
-    divided = parallel.settled(config, quantize_params(split_params(params, config, parallel)))
+    divided = parallel.placed(config, quantize_params(split_params(params, config, parallel)))
     for name in ("qkv", "o", "gate_up", "down"):
         one, of_all = getattr(whole.layers[1], name), getattr(divided.layers[1], name)
         layout = getattr(layouts(config, size).layers[1], name)
@@ -197,9 +197,9 @@ def test_the_persistent_kernel_refuses_a_part_of_a_model() -> None:
     config, params = model()
     parallel = devices_of_host(2)
     assert fused_step.accepts(config, params)
-    assert not fused_step.accepts(parallel.local(config), parallel.seen(config, params))
+    assert not fused_step.accepts(parallel.local(config), parallel.local_params(config, params))
     peers = Peers(None, 2)
-    sums = parallel.seen(config, params, peers)  # of whole rows of embedding and LM head
+    sums = parallel.local_params(config, params, peers)  # of whole rows of embedding and LM head
     assert fused_step.accepts(parallel.local(config), sums), "which sums tiles over devices by itself"
     wide = dataclasses.replace(parallel.local(config), hidden_size=8208)
     assert not fused_step.accepts(wide, sums), "more tiles than a workspace has"
@@ -212,7 +212,7 @@ def test_the_persistent_kernel_refuses_a_part_of_a_model() -> None:
         assert not fused_step.accepts(parallel.local(config), mixed), name
     gathers = smcjax.matmul.VocabularyParallel(params.embed, AXIS, config.vocab_size, peers)
     assert not fused_step.accepts(parallel.local(config), dataclasses.replace(sums, embed=gathers))
-    assert not fused_step.accepts(parallel.local(config), parallel.seen(config, quantize_params(params), peers))
+    assert not fused_step.accepts(parallel.local(config), parallel.local_params(config, quantize_params(params), peers))
 
 
 def test_no_device_is_sent_more_than_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

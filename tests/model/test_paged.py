@@ -17,8 +17,8 @@ from smcjax.model import LayerSpec, ModelConfig, Params, Rope, logits
 from smcjax.model.attention import AttentionKind, Full, HeadShape, Projection, SlidingWindow
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
-from smcjax.model.seen import by_path, grouped, scaled_scores
 from smcjax.model.view import BatchView, TreeView
+from smcjax.model.visible_kv import grouped, scaled_scores, tree_kv
 from smcjax.pallas import attention, copy_pages
 from smcjax.sparse.nsa import NSA
 from tests.helpers import noisy_params, tiny_config
@@ -105,9 +105,9 @@ class Blocks(AttentionKind):
         for name in ("keys", "values"):
             means = view.at(cache[name], scratch[name], of_block).mean(axis=2)
             scratch = view.put(scratch, {f"mean_{name}": means})
-            seen[name] = by_path(view, cache[name], scratch[name])
+            seen[name] = tree_kv(view, cache[name], scratch[name])
             of_blocks = {"stride": self.size, "size": self.size}
-            seen[f"mean_{name}"] = by_path(view, cache[f"mean_{name}"], scratch[f"mean_{name}"], **of_blocks)
+            seen[f"mean_{name}"] = tree_kv(view, cache[f"mean_{name}"], scratch[f"mean_{name}"], **of_blocks)
         slots, blocks = seen["keys"].shape[1], seen["mean_keys"].shape[1]
         grouped_q = grouped(q, k.shape[2])
         scores = [scaled_scores(grouped_q, seen[name]) for name in ("keys", "mean_keys")]

@@ -25,8 +25,8 @@ from smcjax.model.paged import (
     tree_hidden_states,
     write_path,
 )
-from smcjax.model.seen import by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
+from smcjax.model.visible_kv import grouped, masked_softmax, scaled_scores, tree_kv
 from smcjax.pallas.attention.reference import sees
 from smcjax.trees import ORDERS, DraftTree
 from tests.helpers import noisy_params, tiny_config
@@ -207,7 +207,7 @@ class BySlot(SlidingWindow):
     def over_tree(self, projection: Any, cache: Any, scratch: Any, view: TreeView, earlier: Any = None) -> Any:
         q, keys, values = projection.heads()
         scratch = view.put(scratch, {"keys": keys, "values": values})
-        seen_keys, seen_values = (by_path(view, cache[name], scratch[name]) for name in ("keys", "values"))
+        seen_keys, seen_values = (tree_kv(view, cache[name], scratch[name]) for name in ("keys", "values"))
         slots, at = jnp.arange(seen_keys.shape[1]), view.positions[:, :, None, None, None]
         by_slot = (view.root[:, None] + jnp.asarray(view.nodes))[:, :, None, None, None]
         visible = sees(slots, by_slot, self.window) & (slots <= at)

@@ -229,7 +229,7 @@ def _prepared_on_all(
     implementation: str,
 ) -> Models:
     """`prepared_models` on several devices. A head gets what it shares with the target in its programs alone."""
-    target_params = parallel.settled(
+    target_params = parallel.placed(
         models.target, prepared(models.target_params, models.target, quantization, implementation)
     )
     draft_params = models.draft_params
@@ -242,7 +242,7 @@ def _prepared_on_all(
         draft_params = prepared(draft_params, models.draft, draft_quantization, implementation)
         divided = models.draft_divided
         draft_params = (
-            parallel.by_layers.settled(models.draft, draft_params) if divided else parallel.whole(draft_params)
+            parallel.by_layers.placed(models.draft, draft_params) if divided else parallel.whole(draft_params)
         )
     kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)

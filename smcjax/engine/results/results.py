@@ -214,10 +214,10 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 def _tokens_up_to(text: str, token_ids: list[int], request: Request, tokenizer: Tokenizer) -> list[int]:
     """The fewest leading tokens whose text begins with `text`, as that of all of them does."""
-    answer, settled = AnswerText(tokenizer, request.token_ids), 0
+    answer, final = AnswerText(tokenizer, request.token_ids), 0
     for count, token in enumerate(token_ids, 1):
-        settled += len(answer.feed(token))
-        if settled >= len(text) or answer.rest().startswith(text[settled:]):
+        final += len(answer.feed(token))
+        if final >= len(text) or answer.rest().startswith(text[final:]):
             return token_ids[:count]
     return token_ids
 

@@ -31,7 +31,7 @@ class Running:
     preemptions: int = 0
     aborted: bool = False
     refused: str | None = None  # why it cannot be answered
-    last_cycle: int | None = None  # of its own, after which it is concluded: stop strings have settled its answer
+    last_cycle: int | None = None  # of its own, after which it is concluded: stop strings have decided its answer
     infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
     first: Scores | None = None  # of first tokens, [N], if the request has log-probabilities
     prompt: list[Scores] = dataclasses.field(default_factory=list)  # of the prompt, chunk by chunk
@@ -65,8 +65,8 @@ class Running:
         elif kind == "cycle":
             self.infos.append(value if requested or value.scores is None else dataclasses.replace(value, scores=None))
 
-    def settled(self, kind: str, value: Any) -> bool:
-        """True where every row that may still answer holds a stop string now, or has ended."""
+    def is_decided(self, kind: str, value: Any) -> bool:
+        """True once every row that may still answer holds a stop string or has ended."""
         assert self.stops is not None
         if kind == "first":
             return self.stops.begin(value.tokens.tolist())

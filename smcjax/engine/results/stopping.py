@@ -1,11 +1,11 @@
-"""When stop strings end the work of a group: once nothing that the model may still say changes its answer.
+"""Decides when stop strings end a group: once no further token can change its answer.
 
-A row is settled when it holds a stop string, in text that no later token changes, or has ended by itself. Rows descend
-from rows, so where all that may still answer are settled after the group's own cycle c, they stay so. The group is then
-concluded after its cycle c + 1, and after its second where the first tokens are settled: a fixed delay, within which
-the host has always read what settled it, whether it reads at once or one cycle late. So the number of cycles is a
-function of the group's own tokens and weights, not of the host's time or of who shares the batch, and a stopping time
-of the population's own history: at power 1, where the target's law of a beginning does not depend on what follows,
+A row is decided when it holds a stop string, in text that no later token changes, or has ended by itself. Rows descend
+from rows, so if all rows that may still answer are decided after the group's own cycle c, they stay decided. The group
+is then concluded after its cycle c + 1, or after its second cycle if the first tokens decide it. With this fixed delay
+the host has always read the deciding cycle, whether it reads at once or one cycle late. So the number of cycles is a
+function of the group's own tokens and weights, not of the host's speed or of other requests, and it is a stopping time
+of the population's history: at power 1, where the target's law of a prefix does not depend on what follows,
 E[Ẑ·Σ Wᵢ f(xᵢ)] is what it would be at any later cycle.
 """
 
@@ -23,7 +23,7 @@ from smcjax.tokenizer.tokenizer import Tokenizer
 class _Row(NamedTuple):
     text: AnswerText
     length: int  # tokens
-    tail: str  # the end of its settled text, in which a stop string may have begun
+    tail: str  # the end of its final text, in which a stop string may have begun
     stopped: bool
 
 
@@ -37,7 +37,7 @@ class StopStrings:
         self._rows: list[_Row] = []
 
     def begin(self, first: Sequence[int]) -> bool:
-        """The rows' first tokens, [N]; whether all of them are settled."""
+        """Begins with the rows' first tokens, [N]. Returns whether all rows are decided."""
         self._rows = [self._longer(self._beginning, [token]) for token in first]
         return all(row.stopped for row in self._rows)
 
@@ -49,9 +49,14 @@ class StopStrings:
         alive: Sequence[bool],
         finished: Sequence[bool],
     ) -> bool:
-        """Follows a cycle: blocks [N, C], ancestors [N]; after it the rows' lengths, who lives and who has ended.
+        """Follows a cycle. Returns whether all rows that are alive are decided.
 
-        Returns whether all rows that live are settled.
+        Args:
+            blocks: the tokens of each row's block before resampling, [N, C].
+            lengths: tokens of each row after the cycle, [N].
+            ancestors: the row that each row is a copy of, [N].
+            alive: whether each row may still answer, [N].
+            finished: whether each row has ended by itself, [N].
         """
         before, longer = self._rows, dict[int, _Row]()
         for row, length in zip(ancestors, lengths, strict=True):
@@ -67,5 +72,6 @@ class StopStrings:
         if row.stopped:
             return row._replace(length=length)
         text = row.text.copy()
-        said = row.tail + "".join([text.feed(token) for token in tokens])
-        return _Row(text, length, said[max(0, len(said) - self._keep) :], first_stop(said, self._stops) is not None)
+        text_end = row.tail + "".join([text.feed(token) for token in tokens])
+        stopped = first_stop(text_end, self._stops) is not None
+        return _Row(text, length, text_end[max(0, len(text_end) - self._keep) :], stopped)

@@ -39,7 +39,7 @@ class AnswerText:
         return bool(self._run) or self._ends_open
 
     def feed(self, token: int) -> str:
-        """The text that is settled by this token of the answer: no later one changes it."""
+        """Adds a token. Returns the text that has become final: no later token changes it."""
         tokenizer = self._tokenizer
         if token not in tokenizer.text_ids:
             return ""
@@ -50,10 +50,10 @@ class AnswerText:
         self._run.clear()
         text = tokenizer.decode(self._window)
         self._ends_open = text.endswith(UNDECODED)
-        settled = text[:-1] if self._ends_open else text
-        added = self._beyond(settled)
+        final = text[:-1] if self._ends_open else text
+        added = self._beyond(final)
         if added:
-            self._known = settled
+            self._known = final
             if len(self._window) > LONGEST:
                 self._shorten()
         return added

@@ -73,7 +73,7 @@ class ShardedPrograms:
         if size != 2 or jnp.dtype(dtype) != jnp.bfloat16 or not fits(draft, size) or not self.has_peers(implementation):
             return False
         shapes = folded_shapes(held_by_one(draft, size, vocabulary=False), dtype)
-        return fused_step.accepts(by_layers.local(draft), by_layers.seen(draft, shapes, Peers(None, size)))
+        return fused_step.accepts(by_layers.local(draft), by_layers.local_params(draft, shapes, Peers(None, size)))
 
     def workspaces(self, implementation: str) -> Workspaces | None:
         """Memory through which devices reach each other in programs of `implementation`; None if they do not."""
@@ -170,9 +170,9 @@ class ShardedPrograms:
         def local(part: Any) -> Any:
             if not isinstance(part, PairParams):
                 return part
-            target, draft = self.parallel.seen(self.target, part.target, part.peers), part.draft
+            target, draft = self.parallel.local_params(self.target, part.target, part.peers), part.draft
             if self.draft is not None:
-                draft = self.parallel.seen(self.draft, draft, part.peers)
+                draft = self.parallel.local_params(self.draft, draft, part.peers)
             elif isinstance(draft, EagleParams):
                 draft = draft.joined(target.embed, target.unembed)
             return PairParams(target, draft)

@@ -1,8 +1,8 @@
 """Block tables, reference counts and the stack of free pages, changed in place by Mosaic GPU kernels (Hopper).
 
-    make_room   one launch, one block, a thread a row: who needs a page, who copies one, and the pages themselves
-    settle      one launch, one block, a thread a row: the pages that rows keep behind a block of which a part counts
-    fork        two launches. A block for every 128 columns of a group's table: how often each page of a column is
+    make_room        one launch, one block, a thread a row: who needs a page, who copies one, and the pages themselves
+    truncate_pages   one launch, one block, a thread a row: which pages rows keep after part of a block was accepted
+    fork             two launches. A block for every 128 columns of a group's table: how often each page of a column is
                 named from now on, what becomes free, the new entries; and a block for every row that is to copy what
                 its ancestor has generated. Then the freed pages go onto the stack, each block's behind the last one's.
 
@@ -30,7 +30,7 @@ from smcjax.pallas.mosaic.threads import WARPGROUP, WARPS, Ref, Threads, Word
 
 MAX_ROWS = 1024  # of a batch: rounds of 128 that one block makes room for
 MAX_GROUP_ROWS = 32  # rows: a thread compares them all, pair by pair
-MAX_TOUCHED_PAGES = 4  # pages of a row that `settle` looks at, in line
+MAX_TOUCHED_PAGES = 4  # pages of a row that `truncate_pages` looks at, in line
 IN_FLIGHT = 4  # words of a row that a thread has asked for before it stores the first
 
 
@@ -128,7 +128,7 @@ def _make_room(
     t.store(left, zero, have - t.minimum(taken, have), only=t.index == 0)
 
 
-def _settle(
+def _truncate_pages(
     t: Threads,
     num_free: Ref,  # [1] GMEM, as all but the last three
     before: Ref,  # [R], tokens, as the next
@@ -344,7 +344,7 @@ def make_room_mosaic(
     return jax.freeze(counts), left[0], jax.freeze(table), copy_from, copy_to
 
 
-def settle_mosaic(
+def truncate_pages_mosaic(
     refcount: Int[Array, " P"],
     free: Int[Array, " P"],
     num_free: Int[Array, ""],
@@ -365,7 +365,9 @@ def settle_mosaic(
     counts, table, stack = (jax.new_ref(array) for array in (refcount, block_table, free))
 
     def kernel(*refs: Ref, named: Ref, following: Ref, totals: Ref) -> None:
-        program = functools.partial(_settle, shape=(rows, width), group=group, page_size=page_size, touched=touched)
+        program = functools.partial(
+            _truncate_pages, shape=(rows, width), group=group, page_size=page_size, touched=touched
+        )
         threads.run(program, *refs, named, following, totals, interpret=interpret is not None)
 
     (left,) = plgpu.kernel(

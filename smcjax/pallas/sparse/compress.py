@@ -6,8 +6,8 @@
 
 vec lists the l vectors one after the other. Keys and values have weights of their own.
 
-The kernels (Mosaic GPU, Hopper) are one launch. A forward completes few tokens, so loads of W₁ take the time: [D, l·D] of each
-head. A cluster of up to eight blocks has one head's keys or values of up to eight tokens, and each block a part of
+The kernels (Mosaic GPU, Hopper) are one launch. A forward completes few tokens, so loads of W₁, [D, l·D], take the
+time. A cluster of up to eight blocks has one head's keys or values of up to eight tokens, and each block a part of
 the columns of W₁. Rows stream through shared memory from the first instruction on, while each lane gathers numbers of
 one token, and the tensor core multiplies what has come (`mosaic/tile_products.py`). Behind a barrier of the cluster
 each block adds up the parts of another token, does the rest of φ and writes. A cluster without a complete

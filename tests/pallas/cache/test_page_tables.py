@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.kv import TRASH, PagePool, allocate, fork, make_room, pages_for, pages_touched, rebind, settle
-from smcjax.pallas.cache.page_tables import fork_mosaic, make_room_mosaic, settle_mosaic, supports_page_tables
+from smcjax.kv import TRASH, PagePool, allocate, fork, make_room, pages_for, pages_touched, rebind, truncate_pages
+from smcjax.pallas.cache.page_tables import fork_mosaic, make_room_mosaic, supports_page_tables, truncate_pages_mosaic
 from smcjax.pallas.dispatch import implementations
 from smcjax.smc.resampling import ancestors_from_counts
 from tests.helpers import assert_pages_sound
@@ -42,8 +42,8 @@ _ancestors = jax.jit(jax.vmap(ancestors_from_counts))
 _make_room = jax.jit(make_room.reference, static_argnames=("page_size", "max_width", "group"))
 _fork = jax.jit(fork.reference, static_argnames=("group",))
 _our_make_room = jax.jit(make_room_mosaic, static_argnames=("page_size", "touched", "group", "interpret"))
-_settle = jax.jit(settle.reference, static_argnames=("page_size", "max_width", "group"))
-_our_settle = jax.jit(settle_mosaic, static_argnames=("page_size", "touched", "group", "interpret"))
+_truncate_pages = jax.jit(truncate_pages.reference, static_argnames=("page_size", "max_width", "group"))
+_our_truncate_pages = jax.jit(truncate_pages_mosaic, static_argnames=("page_size", "touched", "group", "interpret"))
 _our_fork = jax.jit(fork_mosaic, static_argnames=("group", "interpret"))
 
 
@@ -158,7 +158,7 @@ def agree(batch: Batch, shape: Shape, before: np.ndarray, goes: np.ndarray, rng:
     args = [jnp.asarray(x, jnp.int32) for x in (source, before, length)]
     args[0] = args[0] if shape.n > 1 else None
     static = {"page_size": shape.page_size, "group": shape.n}
-    pool, table = _settle(batch.pool, batch.table, *args, jnp.asarray(goes), max_width=shape.width, **static)
+    pool, table = _truncate_pages(batch.pool, batch.table, *args, jnp.asarray(goes), max_width=shape.width, **static)
     counts, free, left, ours = kernel(
         *(jnp.asarray(x) for x in (batch.pool.refcount, batch.pool.free, batch.pool.num_free, batch.table)),
         *args,
@@ -185,7 +185,9 @@ def agreements(shape: Shape, seed: int, rounds: int, interpret: Any) -> int:
         goes = np.repeat(rng.random(shape.groups) < 0.9, shape.n) & (batch.length < shape.limit)
         before = batch.length
         batch = grow(batch, shape, goes, rng, functools.partial(_our_make_room, interpret=interpret))
-        batch, more = agree(batch, shape, before, goes, rng, functools.partial(_our_settle, interpret=interpret))
+        batch, more = agree(
+            batch, shape, before, goes, rng, functools.partial(_our_truncate_pages, interpret=interpret)
+        )
         freed += more
     return freed
 
@@ -218,7 +220,7 @@ def test_agreements_go_by_the_source() -> None:
 
     def other(*args: Any, **how: Any) -> Any:
         source, shape = args[4], SHAPES["two groups"]
-        return _our_settle(*args[:4], source // shape.n * shape.n, *args[5:], **how)
+        return _our_truncate_pages(*args[:4], source // shape.n * shape.n, *args[5:], **how)
 
     shape, rng = SHAPES["two groups"], np.random.default_rng(0)
     batch = admitted(shape, rng, 100)

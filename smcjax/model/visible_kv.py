@@ -1,7 +1,8 @@
-"""Keys and values by entry as queries see them: the same for all queries of a row, or each query's own path at its end.
+"""Keys and values that are visible to queries: of one sequence a row (`SequenceKV`), or of draft trees (`TreeKV`).
 
-Attention asks either for its products with queries and for the sums that weights make, both over all entries in the
-order of positions, and masks by position: so a kind of attention is written once for sequences and for draft trees.
+Queries of a sequence share all entries of their row. A query of a tree shares the committed entries and has its own
+path's entries behind them. Both offer products with queries and weighted sums over all entries in order of position,
+and attention masks by position, so a kind of attention is written once for sequences and trees.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from smcjax.numerics import product_precision
 from smcjax.pallas.attention.reference import LOWEST, divisor_of
 
 
-class Seen(Protocol):
-    """Numbers [Hkv, D] of S entries, for each of T queries in each of R rows."""
+class VisibleKV(Protocol):
+    """Keys or values [Hkv, D] of S entries, as each of T queries in each of R rows sees them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -31,12 +32,12 @@ class Seen(Protocol):
         ...
 
     def sums(self, weights: Float[Array, "R T Hkv G S"]) -> Float[Array, "R T Hkv G D"]:
-        """Sums of entries by weights, which are rounded to the entries' dtype first."""
+        """Weighted sums of entries. Weights are rounded to the entries' dtype first."""
         ...
 
 
-class ByRow(NamedTuple):
-    """Entries that all queries of a row have in common."""
+class SequenceKV(NamedTuple):
+    """Entries that all queries of a row share."""
 
     entries: Float[Array, "R S Hkv D"]
 
@@ -54,16 +55,16 @@ class ByRow(NamedTuple):
         return jnp.einsum("rtkgs,rskd->rtkgd", weights, self.entries, precision=precision)
 
 
-class ByPath(NamedTuple):
-    """Entries that pages hold, and behind them those that nodes of each query's path end.
+class TreeKV(NamedTuple):
+    """Committed entries, which pages hold, and behind them the entries that nodes of each query's path complete.
 
-    What is neither is 0, and other nodes' numbers are nowhere: they may be NaN, and 0 · NaN is NaN.
+    All other numbers are 0. Those of nodes off the path are left out: they may be NaN, and 0 · NaN is NaN.
     """
 
-    committed: Float[Array, "R S Hkv D"]  # 0 for entries that pages do not hold
-    path: Float[Array, "R T C Hkv D"]  # by depth; 0 where the path has no node or it ends no entry, or pages hold it
-    depth: Int[Array, "R S"]  # of the node that ends each entry; −1: pages hold it
-    entry: Int[Array, "R C"]  # that the node of each depth ends; −1: none, or pages hold it
+    committed: Float[Array, "R S Hkv D"]  # 0 for entries not in pages
+    path: Float[Array, "R T C Hkv D"]  # by depth; 0 without a node, or if it completes no entry or pages hold the entry
+    depth: Int[Array, "R S"]  # of the node that completes each entry; −1: pages hold the entry
+    entry: Int[Array, "R C"]  # that the node of each depth completes; −1: none, or pages hold it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,7 +76,7 @@ class ByPath(NamedTuple):
         own = jnp.einsum(terms, q, self.path, precision=precision, preferred_element_type=jnp.float32)
         depth = self.depth[:, None, None, None]
         own = jnp.take_along_axis(own, jnp.clip(depth, 0, own.shape[-1] - 1), axis=-1)
-        return jnp.where(depth < 0, ByRow(self.committed).products(q), own)
+        return jnp.where(depth < 0, SequenceKV(self.committed).products(q), own)
 
     def sums(self, weights: Float[Array, "R T Hkv G S"]) -> Float[Array, "R T Hkv G D"]:
         dtype, entry = self.path.dtype, self.entry[:, None, None, None]
@@ -94,15 +95,18 @@ class ByPath(NamedTuple):
         return (committed + own).astype(dtype)
 
 
-def by_path(
+def tree_kv(
     view: TreeView,
     pages: Float[Array, "P entries Hkv D"],
     scratch: Float[Array, "R M Hkv D"],
     *,
     stride: int = 1,
     size: int = 1,
-) -> ByPath:
-    """Returns what the view's new nodes see of an array of such `PageArray`, in whose scratch they are already."""
+) -> TreeKV:
+    """The entries of one array that are visible to the view's new nodes. `scratch` must hold these nodes already.
+
+    `stride` and `size` are those of the array's `PageArray`.
+    """
     array = PageArray(pages.shape[2], pages.shape[3], stride, size)
     table, page_size = view.block_table, view.page_size
     slots = table.shape[1] * page_size
@@ -117,10 +121,10 @@ def by_path(
     depths = view.root[:, None] + jnp.arange(view.tree.depth + 1)
     entry = array.ended_at(depths)
     entry = jnp.where((depths >= view.committed[:, None]) & (entry < count), entry, -1)
-    # From a node's own depth on its path names the node again.
+    # Beyond a node's own depth, `view.paths` repeats the node.
     on_path = jnp.arange(depths.shape[1]) <= (view.positions - view.root[:, None])[..., None]
     ends_one = on_path & (entry >= 0)[:, None]
-    return ByPath(
+    return TreeKV(
         committed=jnp.where(is_held[..., None, None], held, 0),
         path=jnp.where(ends_one[..., None, None], scratch[:, jnp.asarray(view.paths)], 0),
         depth=jnp.where(is_held, -1, jnp.maximum(ends - view.root[:, None], 0)),
@@ -129,22 +133,22 @@ def by_path(
 
 
 def grouped(q: Float[Array, "R T H D"], kv_heads: int) -> Float[Array, "R T Hkv G D"]:
-    """Query heads by the key-value head that they share."""
+    """Groups query heads by the key-value head that they share."""
     rows, columns, heads, dim = q.shape
     return q.reshape(rows, columns, kv_heads, heads // kv_heads, dim)
 
 
 def scaled_scores(
-    q: Float[Array, "R T Hkv G D"], keys: Seen, scale: float | None = None
+    q: Float[Array, "R T Hkv G D"], keys: VisibleKV, scale: float | None = None
 ) -> Float[Array, "R T Hkv G S"]:
     """Products of queries and keys times `scale` (None: 1/√D), f32."""
     return keys.products(q) / divisor_of(scale, q.shape[-1])
 
 
 def masked_softmax(
-    scores: Float[Array, "R T Hkv G S"], values: Seen, visible: Bool[Array, "R T _ _ S"]
+    scores: Float[Array, "R T Hkv G S"], values: VisibleKV, visible: Bool[Array, "R T _ _ S"]
 ) -> tuple[Float[Array, "R T Hkv G S"], Float[Array, "R T Hkv G D"]]:
-    """Weights in f32, and the mean of values that they make; 0 where nothing is visible."""
+    """Attention weights in f32, and the weighted mean of values; both 0 for a query that sees no entry."""
     weights = jax.nn.softmax(jnp.where(visible, scores, LOWEST), axis=-1)
     weights = jnp.where(visible, weights, 0)
     return weights, values.sums(weights)
