@@ -138,7 +138,7 @@ class Int8(Matrix):
         return wide.astype(self.dtype if out is None else out)
 
 
-class Peers(Protocol):
+class PeerMemory(Protocol):
     """The devices' own way to exchange arrays (`smcjax.pallas.collectives.peer_memory`), for arrays that it takes."""
 
     def sums(self, x: jax.Array) -> bool: ...
@@ -147,10 +147,10 @@ class Peers(Protocol):
     def gather(self, x: jax.Array) -> jax.Array: ...
 
 
-def _sum_over(axis: str, x: jax.Array, peers: Peers | None, add_to: jax.Array | None = None) -> jax.Array:
+def _sum_over(axis: str, x: jax.Array, peer_memory: PeerMemory | None, add_to: jax.Array | None = None) -> jax.Array:
     """The sum of all devices' x along a mesh axis, plus `add_to`, which all have: the same bits on each of them."""
-    if peers is not None and peers.sums(x):
-        return peers.sum(x, add_to)
+    if peer_memory is not None and peer_memory.sums(x):
+        return peer_memory.sum(x, add_to)
     total: jax.Array = jax.lax.psum(x, axis)
     return total if add_to is None else add_to + total
 
@@ -162,10 +162,10 @@ def sum_over_neighbours(axis: str, count: int, x: jax.Array) -> jax.Array:
     return total
 
 
-def _gather_over(axis: str, x: jax.Array, peers: Peers | None) -> jax.Array:
+def _gather_over(axis: str, x: jax.Array, peer_memory: PeerMemory | None) -> jax.Array:
     """All devices' x along a mesh axis, side by side along the last dimension."""
-    if peers is not None and peers.gathers(x):
-        return peers.gather(x)
+    if peer_memory is not None and peer_memory.gathers(x):
+        return peer_memory.gather(x)
     whole: jax.Array = jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
     return whole
 
@@ -180,7 +180,7 @@ class RowParallel(Matrix):
 
     part: Any  # the device's own columns: an array, or a packed kind
     axis: str = dataclasses.field(metadata={"static": True})
-    peers: Any = None  # `Peers`; None: devices speak by XLA's collectives
+    peer_memory: Any = None  # `PeerMemory`; None: devices speak by XLA's collectives
 
     @property
     def values(self) -> Any:
@@ -194,11 +194,11 @@ class RowParallel(Matrix):
 
     def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
         """The sum over devices of x · Wᵀ, as `Matrix` says; `add_to`, which all have, is added once."""
-        return _sum_over(self.axis, matrix(self.part)(x, out=out), self.peers, add_to)
+        return _sum_over(self.axis, matrix(self.part)(x, out=out), self.peer_memory, add_to)
 
     def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
         """Whole rows of W, as `Matrix` says."""
-        return _gather_over(self.axis, matrix(self.part).rows(ids, out=out), self.peers)
+        return _gather_over(self.axis, matrix(self.part).rows(ids, out=out), self.peer_memory)
 
 
 @jax.tree_util.register_dataclass
@@ -212,7 +212,7 @@ class VocabularyParallel(Matrix):
     part: Any  # the device's own rows: an array, or a packed kind
     axis: str = dataclasses.field(metadata={"static": True})
     num_tokens: int = dataclasses.field(metadata={"static": True})  # V
-    peers: Any = None  # `Peers`; None: devices speak by XLA's collectives
+    peer_memory: Any = None  # `PeerMemory`; None: devices speak by XLA's collectives
 
     @property
     def values(self) -> Any:
@@ -231,7 +231,7 @@ class VocabularyParallel(Matrix):
 
     def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
         """x · Wᵀ of all tokens, on every device, as `Matrix` says."""
-        y = _gather_over(self.axis, matrix(self.part)(x, out=out), self.peers)[..., : self.num_tokens]
+        y = _gather_over(self.axis, matrix(self.part)(x, out=out), self.peer_memory)[..., : self.num_tokens]
         return y if add_to is None else add_to + y
 
     def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
@@ -240,7 +240,7 @@ class VocabularyParallel(Matrix):
         own = ids - jax.lax.axis_index(self.axis) * part.shape[0]
         is_own = (own >= 0) & (own < part.shape[0])
         found = part.rows(jnp.where(is_own, own, 0), out=out)
-        return _sum_over(self.axis, jnp.where(is_own[..., None], found, jnp.zeros_like(found)), self.peers)
+        return _sum_over(self.axis, jnp.where(is_own[..., None], found, jnp.zeros_like(found)), self.peer_memory)
 
 
 PACKED = (Int8, RowParallel, VocabularyParallel)  # kinds that are leaves of `Params` by themselves

@@ -79,8 +79,8 @@ def main() -> None:
         return
     commands = {f"smcjax {kind}": [sys.executable, __file__, args.model, "--serve", kind] for kind in OURS}
     if args.torch_python:
-        peer = str(Path(__file__).parent / "torch_generate.py")
-        commands |= {f"torch {kind}": [args.torch_python, peer, args.model, kind] for kind in TORCH}
+        baseline = str(Path(__file__).parent / "torch_generate.py")
+        commands |= {f"torch {kind}": [args.torch_python, baseline, args.model, kind] for kind in TORCH}
     seconds = measure(commands, args.rounds)
     width = max(map(len, CASES))
     print(f"{platform.processor() or platform.machine()}; seconds, tokens/s, medians of {args.rounds} rounds")

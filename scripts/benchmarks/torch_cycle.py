@@ -1,4 +1,4 @@
-"""The peer: the cycle that `smcjax bench cycle` times, in PyTorch with torch.compile and one CUDA graph.
+"""The baseline: the cycle that `smcjax bench cycle` times, in PyTorch with torch.compile and one CUDA graph.
 
     smcjax bench cycle --compare                                      # beside ours, in one run, at the same shapes
     smcjax bench cycle --compare --torch-python env/bin/python        # where torch has an environment of its own

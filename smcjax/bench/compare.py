@@ -1,4 +1,4 @@
-"""`smcjax bench cycle --compare`: ours, ours without GPU kernels, and the PyTorch peer, one after the other.
+"""`smcjax bench cycle --compare`: ours, ours without GPU kernels, and the PyTorch baseline, one after the other.
 
 Each runs in a process of its own, because a process keeps the GPU memory that it has taken.
 """
@@ -23,7 +23,7 @@ from smcjax.markdown import table
 from smcjax.model.config import ModelConfig
 
 ROOT = Path(smcjax.__file__).parents[1]
-PEER = ROOT / "scripts" / "benchmarks" / "torch_cycle.py"
+BASELINE = ROOT / "scripts" / "benchmarks" / "torch_cycle.py"
 OWN = (sys.executable, "-m", "smcjax")
 
 
@@ -38,15 +38,15 @@ class Contender:
 
 def contenders(
     own: Sequence[str],
-    peer: Sequence[str],
+    baseline: Sequence[str],
     speculation: Speculation,
     *,
-    peer_script: Path = PEER,
+    baseline_script: Path = BASELINE,
     torch_python: str | None = None,
 ) -> list[Contender]:
-    """Runs all three. `own` are options of `smcjax bench cycle`, `peer` those of the peer's script.
+    """Runs all three. `own` are options of `smcjax bench cycle`, `baseline` those of the baseline's script.
 
-    The peer takes the shapes that ours took: which those are depends on the device, which this process leaves alone.
+    The baseline takes the shapes that ours took: these depend on the device, which this process leaves alone.
     Its roofline is that of a cycle of `speculation` in unquantised weights, at the bandwidth of ours.
     """
     ours = [*OWN, "bench", "cycle", *own, "--json"]
@@ -57,14 +57,15 @@ def contenders(
     name = "PyTorch, torch.compile and one CUDA graph"
     if torch_python is None and importlib.util.find_spec("torch") is None:
         return [*ran, Contender(name, None, "torch is not installed; name a Python that has it by --torch-python")]
-    if not peer_script.exists():
-        return [*ran, Contender(name, None, f"{peer_script} does not exist: the peer is part of the repository only")]
+    if not baseline_script.exists():
+        why = f"{baseline_script} does not exist: the peer is part of the repository only"
+        return [*ran, Contender(name, None, why)]
     took = next((each.result for each in ran if each.result is not None), None)
     if took is None:
         return [*ran, Contender(name, None, "neither of ours ran")]
     target, draft = SHAPES[took["target"]], SHAPES[took["draft"]]
-    shapes = json.dumps({"target": peer_shape(target), "draft": peer_shape(draft)})
-    done = _run(name, [torch_python or sys.executable, str(peer_script), *peer], shapes)
+    shapes = json.dumps({"target": baseline_shape(target), "draft": baseline_shape(draft)})
+    done = _run(name, [torch_python or sys.executable, str(baseline_script), *baseline], shapes)
     if done.result is None:
         return [*ran, done]
     phases = cycle_phases(target, draft, speculation, groups=took["groups"], context=took["context"])
@@ -75,8 +76,8 @@ def contenders(
     return [*ran, Contender(name, {**done.result, **bound, **share})]
 
 
-def peer_shape(config: ModelConfig) -> dict[str, Any]:
-    """The peer's `Shape`: what it must know of a model."""
+def baseline_shape(config: ModelConfig) -> dict[str, Any]:
+    """The baseline's `Shape`: what it must know of a model."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     fields = {name: getattr(config, name) for name in (*names, "tie_embeddings", "rms_norm_eps", "dtype")}
     return {**fields, "rope_frequencies": config.layer(0).rope.frequencies(config.head_dim).tolist()}

@@ -12,7 +12,7 @@ from smcjax.matmul import RowParallel, is_packed, is_whole, matrix
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.params import Folded, Params
 from smcjax.model.view import BatchView
-from smcjax.pallas import Peers, Sharing, find_tasks
+from smcjax.pallas import PeerMemory, Sharing, find_tasks
 from smcjax.pallas.collectives.peer_memory import MAX_TILES
 from smcjax.pallas.decode_step import op as decode_step
 from smcjax.pallas.mosaic.tiles import FEATURES
@@ -72,7 +72,7 @@ def _are_divided(config: ModelConfig, params: Params) -> bool:
     """True for layers whose o and down are parts that the kernel sums over devices itself: plain, of few features."""
     parts = [getattr(layer, name) for layer in params.layers for name in SUMMED]
     return (
-        all(isinstance(leaf, RowParallel) and isinstance(leaf.peers, Peers) for leaf in parts)
+        all(isinstance(leaf, RowParallel) and isinstance(leaf.peer_memory, PeerMemory) for leaf in parts)
         and not any(is_packed(leaf.part) for leaf in parts)
         and _are_whole(params, tuple(name for name in MATRICES if name not in SUMMED))
         and config.hidden_size <= MAX_TILES * FEATURES
@@ -82,7 +82,7 @@ def _are_divided(config: ModelConfig, params: Params) -> bool:
 def _peers_of(params: Params) -> Any:
     """The addresses of devices that divide the layers; None where there are none."""
     o = params.layers[0].o
-    return o.peers.addresses if isinstance(o, RowParallel) else None
+    return o.peer_memory.addresses if isinstance(o, RowParallel) else None
 
 
 def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, columns: int) -> decode_step.Shape | None:

@@ -21,7 +21,7 @@ class PairParams:
 
     target: Params
     draft: Any = None
-    peers: Any = None  # how several devices reach each other, where not by XLA's collectives: `smcjax.pallas.Peers`
+    peer_memory: Any = None  # `smcjax.pallas.PeerMemory` of several devices; None: XLA's collectives
 
 
 @jax.tree_util.register_dataclass

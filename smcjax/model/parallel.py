@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from smcjax.matmul import COLUMNS, Int8, Peers, RowParallel, VocabularyParallel, interleave, is_packed, matrix
+from smcjax.matmul import COLUMNS, Int8, PeerMemory, RowParallel, VocabularyParallel, interleave, is_packed, matrix
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Folded, Params, init_leaf, param_shapes
 
@@ -262,18 +262,18 @@ class TensorParallel:
 
         return jax.tree.map(place, layouts(config, self.size, self.vocabulary), params)
 
-    def local_params(self, config: ModelConfig, params: Params, peers: Peers | None = None) -> Params:
+    def local_params(self, config: ModelConfig, params: Params, peer_memory: PeerMemory | None = None) -> Params:
         """Wraps a device's shards as matrices that sum and gather over devices. Call it within `shard_map`.
 
-        `config` is the whole model's. Collectives run on `peers` if these support them, otherwise on XLA.
+        `config` is the whole model's. Collectives run on `peer_memory` if these support them, otherwise on XLA.
         """
 
         def by_token(leaf: Any) -> Any:
             divided = matrix(leaf).shape[0] < config.vocab_size
-            return VocabularyParallel(leaf, AXIS, config.vocab_size, peers) if divided else leaf
+            return VocabularyParallel(leaf, AXIS, config.vocab_size, peer_memory) if divided else leaf
 
         def by_column(leaf: Any) -> RowParallel:
-            return RowParallel(leaf, AXIS, peers)
+            return RowParallel(leaf, AXIS, peer_memory)
 
         return dataclasses.replace(
             params,

@@ -20,7 +20,7 @@ from smcjax.pallas.cache.rotate_and_write import (
     split_and_rotate,
     split_heads,
 )
-from smcjax.pallas.collectives.peer_memory import Peers, Workspaces, reach_each_other, supports_peers
+from smcjax.pallas.collectives.peer_memory import PeerMemory, Workspaces, reach_each_other, supports_peers
 from smcjax.pallas.dispatch import active_implementation, implementations
 from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm, rms_norm
 from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_swiglu
@@ -33,7 +33,7 @@ from smcjax.pallas.sparse.grouped_tasks_kernel import tasks_of_blocks_mosaic
 __all__ = [
     "Copies",
     "HeadNorms",
-    "Peers",
+    "PeerMemory",
     "PendingNorm",
     "Sharing",
     "Workspaces",

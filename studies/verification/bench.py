@@ -111,7 +111,7 @@ class Run:
             print("FAILED", self.failures[-1], flush=True)
 
     def torch(self) -> None:
-        """The peer, before anything of ours is on the GPU."""
+        """The baseline, before anything of ours is on the GPU."""
         scans = [case for case in self.cases if case.rows == 32 and case.dim == 0]
         chosen = scans + [c for c in self.cases if c.rows == 32 and c.gamma in (8, 128) and c.alpha == 0.9 and c.dim]
         if self.args.no_torch:

@@ -1,4 +1,4 @@
-"""The peer of `bench.py`: verification and packing in PyTorch eager, as one writes them first.
+"""The baseline of `bench.py`: verification and packing in PyTorch eager, as one writes them first.
 
     echo '[{"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}]' | python -m studies.verification.torch_eager
 

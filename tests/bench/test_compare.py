@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smcjax import SMC
-from smcjax.bench.compare import PEER, contenders, markdown
+from smcjax.bench.compare import BASELINE, contenders, markdown
 from tests.cli.conftest import Command, smcjax
 
 __all__ = ["smcjax"]
@@ -59,8 +59,8 @@ def test_all_three_run_in_turn(commands: list[list[str]], monkeypatch: pytest.Mo
     assert ran[2].result["weight_roofline_fraction"] == pytest.approx(2.277376 / 12.345)
     assert "exit code 1" in ran[1].reason
     assert commands[0][-6:] == ["cycle", "--context", "8", "--json", "--implementation", "auto"]
-    assert commands[2] == [sys.executable, str(PEER), "--gamma", "3"]
-    assert PEER.exists()
+    assert commands[2] == [sys.executable, str(BASELINE), "--gamma", "3"]
+    assert BASELINE.exists()
     lines = markdown(ran).splitlines()
     assert lines[2] == "| this package | 12.35 | 1,234 | 45.7% |"
     assert lines[3].startswith("| this package, plain XLA | not run: it ended with exit code 1")
@@ -71,7 +71,7 @@ def test_no_peer(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp
     has_torch(monkeypatch, False)
     assert contenders([], [], SPECULATION)[2].reason.startswith("torch is not installed")
     has_torch(monkeypatch, True)
-    assert "does not exist" in contenders([], [], SPECULATION, peer_script=tmp_path / "none.py")[2].reason
+    assert "does not exist" in contenders([], [], SPECULATION, baseline_script=tmp_path / "none.py")[2].reason
     assert len(commands) == 4
 
 

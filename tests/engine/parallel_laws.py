@@ -44,7 +44,7 @@ from smcjax.model.parallel import (
     layouts,
 )
 from smcjax.model.params import Folded
-from smcjax.pallas import Peers, Workspaces
+from smcjax.pallas import PeerMemory, Workspaces
 from smcjax.pallas.collectives.peer_memory import workspace_bytes
 from smcjax.sparse.nsa import NSA
 from tests.checkpoints import write_model
@@ -301,7 +301,7 @@ def lowered_for_cuda(draft_divided: bool) -> Any:
     smc = seal.PUBLISHED
     decoder = loading.make_decoder(smc, parallel.local(seal.TARGET), of_draft, 1280, implementation="mosaic")
     sharded = ShardedPrograms(parallel, seal.TARGET, seal.DRAFT if draft_divided else None)
-    params = PairParams(target, draft, Peers(addresses, 2))
+    params = PairParams(target, draft, PeerMemory(addresses, 2))
     job = Runner(decoder, params, seal.PAGES, Programs(), sharded).jobs(1, decoder)[decoder, 1, "step"]
     return jax.jit(job.function, donate_argnums=job.donate).trace(*job.arguments).lower(lowering_platforms=("cuda",))
 
@@ -327,8 +327,8 @@ def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices(draft_divided:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ByXLA(Peers):
-    """`Peers` that XLA computes, NaN for a device that was given another's row of addresses."""
+class ByXLA(PeerMemory):
+    """`PeerMemory` that XLA computes, NaN for a device that was given another's row of addresses."""
 
     def sums(self, x: jax.Array) -> bool:
         return True
@@ -355,8 +355,8 @@ def test_programs_have_peers_in_every_sum_and_gather(
     given = []
 
     class Spaces(Workspaces):
-        def peers(self) -> Peers:
-            given.append(super().peers())
+        def peer_memory(self) -> PeerMemory:
+            given.append(super().peer_memory())
             return ByXLA(given[-1].addresses, given[-1].size)
 
     launched: list[Any] = []
@@ -369,8 +369,10 @@ def test_programs_have_peers_in_every_sum_and_gather(
     monkeypatch.setattr(ShardedPrograms, "launch", launch)
     monkeypatch.setattr(ShardedPrograms, "has_peers", lambda sharded, implementation: implementation == "auto")
     monkeypatch.setattr(sharded_programs, "Workspaces", Spaces)
-    monkeypatch.setattr(smcjax.matmul, "_sum_over", lambda axis, x, peers, add_to=None: peers.sum(x, add_to))
-    monkeypatch.setattr(smcjax.matmul, "_gather_over", lambda axis, x, peers: peers.gather(x))
+    monkeypatch.setattr(
+        smcjax.matmul, "_sum_over", lambda axis, x, peer_memory, add_to=None: peer_memory.sum(x, add_to)
+    )
+    monkeypatch.setattr(smcjax.matmul, "_gather_over", lambda axis, x, peer_memory: peer_memory.gather(x))
     with caplog.at_level("INFO", "smcjax"):
         assert answers(target, draft, decoding, size) == want
     (budget,) = (line for line in caplog.messages if line.startswith("Memory, "))

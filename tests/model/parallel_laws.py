@@ -29,7 +29,7 @@ from smcjax.model.parallel import (
     split_params,
 )
 from smcjax.model.quantize import quantize_params
-from smcjax.pallas import Peers
+from smcjax.pallas import PeerMemory
 from smcjax.sparse.nsa import NSA
 from tests.checkpoints import write_model
 
@@ -77,13 +77,13 @@ def model(**changes: Any) -> tuple[ModelConfig, Any]:
 TOKENS = np.random.default_rng(0).integers(0, 45, (2, 7))
 
 
-def logits_of(config: ModelConfig, params: Any, size: int, peers: Peers | None = None) -> jax.Array:
+def logits_of(config: ModelConfig, params: Any, size: int, peer_memory: PeerMemory | None = None) -> jax.Array:
     """Logits of `TOKENS` by `size` devices, whose pieces `params` are."""
     parallel = devices_of_host(size)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
 
     def on_each(params: Any) -> jax.Array:
-        return logits(parallel.local(config), parallel.local_params(config, params, peers), TOKENS)[None]
+        return logits(parallel.local(config), parallel.local_params(config, params, peer_memory), TOKENS)[None]
 
     by_device = jax.sharding.PartitionSpec(AXIS)
     spread = jax.shard_map(on_each, mesh=parallel.mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)
@@ -109,7 +109,7 @@ def test_peers_leave_to_collectives_what_they_do_not_take() -> None:
     """All of it on a CPU, where none of their kernels is made."""
     config, params = model()
     divided = split_params(params, config, devices_of_host(2))
-    np.testing.assert_array_equal(logits_of(config, divided, 2, Peers(None, 2)), logits_of(config, divided, 2))
+    np.testing.assert_array_equal(logits_of(config, divided, 2, PeerMemory(None, 2)), logits_of(config, divided, 2))
 
 
 def test_heads_that_select_together_sum_their_weights_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_controls_of_the_layout(wrong: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Layout, "pieces", pieces)
     if wrong == "no sum":
         monkeypatch.setattr(
-            smcjax.matmul, "_sum_over", lambda axis, x, peers, add_to=None: x if add_to is None else x + add_to
+            smcjax.matmul, "_sum_over", lambda axis, x, peer_memory, add_to=None: x if add_to is None else x + add_to
         )
     parallel = devices_of_host(size)
     divided = split_params(params, config, parallel)
@@ -198,8 +198,8 @@ def test_the_persistent_kernel_refuses_a_part_of_a_model() -> None:
     parallel = devices_of_host(2)
     assert fused_step.accepts(config, params)
     assert not fused_step.accepts(parallel.local(config), parallel.local_params(config, params))
-    peers = Peers(None, 2)
-    sums = parallel.local_params(config, params, peers)  # of whole rows of embedding and LM head
+    peer_memory = PeerMemory(None, 2)
+    sums = parallel.local_params(config, params, peer_memory)  # of whole rows of embedding and LM head
     assert fused_step.accepts(parallel.local(config), sums), "which sums tiles over devices by itself"
     wide = dataclasses.replace(parallel.local(config), hidden_size=8208)
     assert not fused_step.accepts(wide, sums), "more tiles than a workspace has"
@@ -207,12 +207,14 @@ def test_the_persistent_kernel_refuses_a_part_of_a_model() -> None:
     first, second = sums.layers
     for name in fused_step.MATRICES:  # one whole among parts, or a part among those that are read whole
         other = getattr(first, name)
-        other = other.part if name in fused_step.SUMMED else smcjax.matmul.RowParallel(other, AXIS, peers)
+        other = other.part if name in fused_step.SUMMED else smcjax.matmul.RowParallel(other, AXIS, peer_memory)
         mixed = dataclasses.replace(sums, layers=(dataclasses.replace(first, **{name: other}), second))
         assert not fused_step.accepts(parallel.local(config), mixed), name
-    gathers = smcjax.matmul.VocabularyParallel(params.embed, AXIS, config.vocab_size, peers)
+    gathers = smcjax.matmul.VocabularyParallel(params.embed, AXIS, config.vocab_size, peer_memory)
     assert not fused_step.accepts(parallel.local(config), dataclasses.replace(sums, embed=gathers))
-    assert not fused_step.accepts(parallel.local(config), parallel.local_params(config, quantize_params(params), peers))
+    assert not fused_step.accepts(
+        parallel.local(config), parallel.local_params(config, quantize_params(params), peer_memory)
+    )
 
 
 def test_no_device_is_sent_more_than_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ class Runner:
         self._workspaces = None if sharded is None else sharded.workspaces(decoder.implementation)
         self.params = params
         if self._workspaces is not None:
-            self.params = dataclasses.replace(params, peers=self._workspaces.peers())
+            self.params = dataclasses.replace(params, peer_memory=self._workspaces.peer_memory())
         self.programs = programs
         self.num_pages = num_pages
         self.size = 0  # slots of the batch in flight; 0: none yet

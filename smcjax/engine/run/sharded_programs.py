@@ -26,7 +26,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.eagle import EagleParams
 from smcjax.model.folding import folded_shapes
 from smcjax.model.parallel import AXIS, TensorParallel, fits, held_by_one
-from smcjax.pallas import Peers, Workspaces, reach_each_other, supports_peers
+from smcjax.pallas import PeerMemory, Workspaces, reach_each_other, supports_peers
 from smcjax.pallas.collectives.peer_memory import workspace_bytes
 
 logger = logging.getLogger("smcjax")
@@ -73,7 +73,7 @@ class ShardedPrograms:
         if size != 2 or jnp.dtype(dtype) != jnp.bfloat16 or not fits(draft, size) or not self.has_peers(implementation):
             return False
         shapes = folded_shapes(held_by_one(draft, size, vocabulary=False), dtype)
-        return fused_step.accepts(by_layers.local(draft), by_layers.local_params(draft, shapes, Peers(None, size)))
+        return fused_step.accepts(by_layers.local(draft), by_layers.local_params(draft, shapes, PeerMemory(None, size)))
 
     def workspaces(self, implementation: str) -> Workspaces | None:
         """Memory through which devices reach each other in programs of `implementation`; None if they do not."""
@@ -170,9 +170,9 @@ class ShardedPrograms:
         def local(part: Any) -> Any:
             if not isinstance(part, PairParams):
                 return part
-            target, draft = self.parallel.local_params(self.target, part.target, part.peers), part.draft
+            target, draft = self.parallel.local_params(self.target, part.target, part.peer_memory), part.draft
             if self.draft is not None:
-                draft = self.parallel.local_params(self.draft, draft, part.peers)
+                draft = self.parallel.local_params(self.draft, draft, part.peer_memory)
             elif isinstance(draft, EagleParams):
                 draft = draft.joined(target.embed, target.unembed)
             return PairParams(target, draft)

@@ -62,7 +62,7 @@ DTYPES = ("bfloat16", "float32")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Peers:
+class PeerMemory:
     """One device's knowledge of the others. An argument of programs, divided among devices.
 
     Attributes:
@@ -152,13 +152,13 @@ class Workspaces:
         cleared: jax.Array = clear(memory).block_until_ready()
         return cleared
 
-    def peers(self) -> Peers:
+    def peer_memory(self) -> PeerMemory:
         """The devices' addresses, on the devices."""
         starts = {shard.device: shard.data.unsafe_buffer_pointer() for shard in self._memory.addressable_shards}
         devices = list(self.mesh.devices.flat)
         rows = np.asarray([[number, *(starts[device] for device in devices)] for number in range(len(devices))])
         sharding = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
-        return Peers(jax.device_put(rows.astype(np.int64).view(np.int32), sharding), len(devices))
+        return PeerMemory(jax.device_put(rows.astype(np.int64).view(np.int32), sharding), len(devices))
 
 
 # ------------------------------------------------------------------------------------------------------------- kernel

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from smcjax.pallas import Peers, Workspaces, implementations
+from smcjax.pallas import PeerMemory, Workspaces, implementations
 from smcjax.pallas.collectives.peer_memory import MAX_PUSHED_BYTES, workspace_bytes
 
 CALLS = 4
@@ -54,26 +54,26 @@ def test_controls_of_the_protocol() -> None:
     assert spoiled(2, ("push", "flag", "read", "wait")), "a piece that is read too early"
 
 
-def peers(size: int) -> Peers:
-    return Peers(jax.ShapeDtypeStruct((1, 2 + 2 * size), jnp.int32), size)
+def peer_memory(size: int) -> PeerMemory:
+    return PeerMemory(jax.ShapeDtypeStruct((1, 2 + 2 * size), jnp.int32), size)
 
 
 def test_what_is_taken_by_kernels_and_what_is_left_to_xla() -> None:
     x = jax.ShapeDtypeStruct((72, 8192), jnp.bfloat16)
     with implementations("mosaic"):
-        assert peers(2).sums(x)
-        assert peers(8).sums(x)
-        assert peers(2).sums(x.update(dtype=jnp.float32))
-        assert not peers(2).sums(x.update(dtype=jnp.int32))
-        assert not peers(2).sums(x.update(shape=(1, 4)))
-        assert peers(2).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14, 8192)))
-        assert not peers(2).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14 + 1, 8192)))
-        assert not peers(3).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14, 8192))), "it is pushed to two"
-        assert peers(2).gathers(x.update(shape=(72, 64128), dtype=jnp.float32))
-        assert not peers(2).gathers(x.update(shape=(4, 6), dtype=jnp.float32)), "rows of no whole vectors"
+        assert peer_memory(2).sums(x)
+        assert peer_memory(8).sums(x)
+        assert peer_memory(2).sums(x.update(dtype=jnp.float32))
+        assert not peer_memory(2).sums(x.update(dtype=jnp.int32))
+        assert not peer_memory(2).sums(x.update(shape=(1, 4)))
+        assert peer_memory(2).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14, 8192)))
+        assert not peer_memory(2).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14 + 1, 8192)))
+        assert not peer_memory(3).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14, 8192))), "it is pushed to two"
+        assert peer_memory(2).gathers(x.update(shape=(72, 64128), dtype=jnp.float32))
+        assert not peer_memory(2).gathers(x.update(shape=(4, 6), dtype=jnp.float32)), "rows of no whole vectors"
     with implementations("xla"):
-        assert not peers(2).sums(x)
-        assert not peers(2).gathers(x)
+        assert not peer_memory(2).sums(x)
+        assert not peer_memory(2).gathers(x)
 
 
 @pytest.mark.parametrize("size", [3, 8])
@@ -81,11 +81,11 @@ def test_what_is_taken_by_kernels_and_what_is_left_to_xla() -> None:
 def test_kernels_lower_for_cuda(size: int, shape: tuple[int, ...], dtype: Any) -> None:
     x = jax.ShapeDtypeStruct(shape, dtype)
 
-    def both(peers: Peers, x: Any, added: Any) -> Any:
-        return peers.sum(x, added), peers.gather(x)
+    def both(peer_memory: PeerMemory, x: Any, added: Any) -> Any:
+        return peer_memory.sum(x, added), peer_memory.gather(x)
 
     with implementations("mosaic"):
-        lowered = jax.jit(both).trace(peers(size), x, x).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(both).trace(peer_memory(size), x, x).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu_v2") == 2
     assert [out.shape for out in lowered.out_info] == [shape, (*shape[:-1], shape[-1] * size)]
 
@@ -117,15 +117,15 @@ def test_numbers_are_those_of_xla_to_the_last_bit(size: int) -> None:
     shapes = ((8, 64), (3, 4), (72, 8192), (600, 8192), (1, 2048))
     arrays = [jax.random.normal(jax.random.key(i), (size, *shape)) for i, shape in enumerate(shapes)]
 
-    def on_each(arrays: Any, peers: Peers, turn: Any) -> Any:
-        return [(peers.sum(x[0] + turn, x[0, ::-1] * 0 + 1), peers.gather(x[0] + turn)) for x in arrays]
+    def on_each(arrays: Any, peer_memory: PeerMemory, turn: Any) -> Any:
+        return [(peer_memory.sum(x[0] + turn, x[0, ::-1] * 0 + 1), peer_memory.gather(x[0] + turn)) for x in arrays]
 
     mapped = jax.shard_map(
         on_each, mesh=mesh, in_specs=(by_device, by_device, whole), out_specs=by_device, check_vma=False
     )
     program = jax.jit(mapped)
     for turn in range(100):
-        for x, (total, side) in zip(arrays, program(arrays, workspaces.peers(), jnp.float32(turn)), strict=True):
+        for x, (total, side) in zip(arrays, program(arrays, workspaces.peer_memory(), jnp.float32(turn)), strict=True):
             parts = list(np.asarray(x) + np.float32(turn))
             want = functools.reduce(np.add, [*parts, np.ones_like(parts[0])])
             for got in np.split(np.asarray(total), size):

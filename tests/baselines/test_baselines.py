@@ -1,4 +1,4 @@
-"""Tiny runs of the peers in PyTorch, which has an environment of its own: `TORCH_PYTHON` names its Python."""
+"""Tiny runs of the baselines in PyTorch, which has an environment of its own: `TORCH_PYTHON` names its Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from smcjax.bench.compare import PEER, peer_shape
+from smcjax.bench.compare import BASELINE, baseline_shape
 from smcjax.bench.shapes import SHAPES
 from tests.gguf_files import write_gguf
 from tests.model.hf_oracle import make_config, random_weights
@@ -34,19 +34,19 @@ def test_the_cycle_beside_ours() -> None:
     command = [sys.executable, "-m", "smcjax", "bench", "cycle", "--compare", "--json", "--torch-python", TORCH]
     sizes = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "-N", "2", "-K", "2", "--context", "8"]
     run = ["--max-model-len", "48", "--windows", "1", "--cycles", "3", "--bandwidth", "10"]
-    ours, xla, peer = json.loads(output(*command, *sizes, *run)[-1]).values()
+    ours, xla, baseline = json.loads(output(*command, *sizes, *run)[-1]).values()
     for key in ("groups", "n_particles", "gamma", "context", "max_model_len", "weight_bytes", "weight_roofline_ms"):
-        assert ours[key] == xla[key] == peer[key]
-    assert peer["weight_roofline_fraction"] * peer["ms"] == pytest.approx(peer["weight_roofline_ms"])
-    assert peer["implementation"].startswith("torch 2.")
+        assert ours[key] == xla[key] == baseline[key]
+    assert baseline["weight_roofline_fraction"] * baseline["ms"] == pytest.approx(baseline["weight_roofline_ms"])
+    assert baseline["implementation"].startswith("torch 2.")
 
 
 def test_the_target_alone_in_eager_mode() -> None:
-    shapes = json.dumps({name: peer_shape(SHAPES[f"tiny-{name}"]) for name in ("target", "draft")})
-    command = [str(PEER), "--decoding", "autoregressive", "--mode", "eager", "--attention", "matmul"]
-    peer = json.loads(output(TORCH, *command, "--context", "8", "--max-model-len", "48", given=shapes)[-1])
-    assert (peer["n_particles"], peer["gamma"]) == (1, 0)
-    assert peer["tokens_per_second"] == pytest.approx(1e3 / peer["ms"])
+    shapes = json.dumps({name: baseline_shape(SHAPES[f"tiny-{name}"]) for name in ("target", "draft")})
+    command = [str(BASELINE), "--decoding", "autoregressive", "--mode", "eager", "--attention", "matmul"]
+    baseline = json.loads(output(TORCH, *command, "--context", "8", "--max-model-len", "48", given=shapes)[-1])
+    assert (baseline["n_particles"], baseline["gamma"]) == (1, 0)
+    assert baseline["tokens_per_second"] == pytest.approx(1e3 / baseline["ms"])
 
 
 def test_generation_of_a_gguf_file(tmp_path: Path) -> None:
