@@ -42,8 +42,8 @@ def head_config(target: ModelConfig) -> EagleConfig:
         target, num_layers=1, layers=(LayerSpec(ATTENTION, target.layer(0).rope),), tie_embeddings=False
     )
     count = target.num_layers
-    taps = (2, count // 2, count - 3) if 2 < count // 2 < count - 3 else (0, 1, count)
-    return EagleConfig(layer, min(HEAD_VOCABULARY, target.vocab_size // 2), target.hidden_size, taps)
+    aux_layers = (2, count // 2, count - 3) if 2 < count // 2 < count - 3 else (0, 1, count)
+    return EagleConfig(layer, min(HEAD_VOCABULARY, target.vocab_size // 2), target.hidden_size, aux_layers)
 
 
 def random_head(config: EagleConfig, target: Params) -> EagleParams:

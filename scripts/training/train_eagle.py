@@ -40,7 +40,7 @@ from train_pair import clipped_adamw
 from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.config import LayerSpec
-from smcjax.model.decoder import Taps, hidden_states, unembed
+from smcjax.model.decoder import AuxHiddenStates, hidden_states, unembed
 from smcjax.model.eagle import (
     ATTENTION,
     EagleConfig,
@@ -67,9 +67,9 @@ def head_config(
     heads: int | None = None,
     kv_heads: int | None = None,
     intermediate: int | None = None,
-    taps: tuple[int, ...] | None = None,
+    aux_layers: tuple[int, ...] | None = None,
 ) -> EagleConfig:
-    """A head of the target's width and vocabulary; of its heads and its taps' default where none are given."""
+    """A head of the target's width and vocabulary; with default heads and `aux_layers` if none are given."""
     layer = dataclasses.replace(
         target,
         num_layers=1,
@@ -80,7 +80,7 @@ def head_config(
         intermediate_size=intermediate or target.intermediate_size,
     )
     count = target.num_layers
-    return EagleConfig(layer, target.vocab_size, target.hidden_size, taps or (2, count // 2, count - 3))
+    return EagleConfig(layer, target.vocab_size, target.hidden_size, aux_layers or (2, count // 2, count - 3))
 
 
 def starting_params(config: EagleConfig, key: jax.Array) -> EagleParams:
@@ -138,10 +138,10 @@ def unrolled(
 
 
 def read_target(
-    config: ModelConfig, params: Params, taps: tuple[int, ...], tokens: jax.Array, first: int, implementation: str
+    config: ModelConfig, params: Params, aux_layers: tuple[int, ...], tokens: jax.Array, first: int, implementation: str
 ) -> tuple[jax.Array, jax.Array]:
-    """The target's streams [B, T, taps, E], and its logits [B, T − first, V] from token `first` on; without pages."""
-    positions, watch = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), Taps(taps)
+    """The target's auxiliary hidden states, and its logits [B, T − first, V] from token `first` on; without pages."""
+    positions, watch = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), AuxHiddenStates(aux_layers)
     hidden = hidden_states(config, params, tokens, positions, attend_by(implementation, config), watch)
     return watch.streams, unembed(params, hidden[:, first:])
 
@@ -217,7 +217,7 @@ def train(target: ModelConfig, target_params: Params, stages: list[Texts], args:
     config = head_config(target, args.heads, args.kv_heads, args.intermediate, args.taps and tuple(args.taps))
     params = starting_params(config, jax.random.key(args.seed))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"a head of {count:,} parameters, layers {', '.join(map(str, config.taps))}", flush=True)
+    print(f"a head of {count:,} parameters, layers {', '.join(map(str, config.aux_layers))}", flush=True)
     optimizer = clipped_adamw(0.01, lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
     compute = jnp.bfloat16 if args.implementation == "cudnn" else jnp.float32
 
@@ -225,7 +225,8 @@ def train(target: ModelConfig, target_params: Params, stages: list[Texts], args:
         params, state, target_params = carry
         tokens, weights, rate = given
         with implementations("xla"):
-            streams, wanted = read_target(target, target_params, config.taps, tokens, 1 + first, args.implementation)
+            layers = config.aux_layers
+            streams, wanted = read_target(target, target_params, layers, tokens, 1 + first, args.implementation)
         streams, wanted = jax.lax.stop_gradient((streams, wanted))
 
         def loss(own: EagleParams) -> Any:

@@ -235,7 +235,7 @@ class SMC(Decoding):
         accepted: below a control of 1 it is, if the target likes it. Pipelined, SMC refuses drafts that wait for the
         target.
         """
-        if self.pipelined and draft.taps:
+        if self.pipelined and draft.aux_layers:
             raise ValueError(
                 f"pipelined is True and draft_model is {draft}, which drafts from what the target has computed; use "
                 "pipelined=False, or a draft model that needs none of it."

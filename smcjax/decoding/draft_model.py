@@ -38,7 +38,7 @@ class DraftModel:
     config: ModelConfig
     full_support: ClassVar[bool] = True
     branches: ClassVar[bool] = True
-    taps: ClassVar[tuple[int, ...]] = ()
+    aux_layers: ClassVar[tuple[int, ...]] = ()
 
     def __str__(self) -> str:
         return "a draft model"

@@ -53,9 +53,9 @@ class Eagle:
         return not self.config.prunes
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """The layers of the target whose inputs make features."""
-        return self.config.taps
+        return self.config.aux_layers
 
     def keeping(self, dtype: str) -> Eagle:
         """The head with weights and pages in `dtype`."""
@@ -69,11 +69,11 @@ class Eagle:
     def check(self, target: ModelConfig) -> None:
         """Raises ValueError unless the head was made for a target of this shape."""
         made = self.config.layer.vocab_size, self.config.target_hidden_size
-        if made != (target.vocab_size, target.hidden_size) or target.num_layers < max(self.taps):
+        if made != (target.vocab_size, target.hidden_size) or target.num_layers < max(self.aux_layers):
             raise ValueError(
                 f"the EAGLE-3 head is for {made[0]} token ids and hidden size {made[1]}, reading layers "
-                f"{', '.join(map(str, self.taps))}, and the target has {target.vocab_size}, {target.hidden_size} and "
-                f"{target.num_layers} layers; use the head made for it."
+                f"{', '.join(map(str, self.aux_layers))}, and the target has {target.vocab_size}, {target.hidden_size} "
+                f"and {target.num_layers} layers; use the head made for it."
             )
 
     def create_memory(self, params: EagleParams, num_pages: int, page_size: int) -> KVCache:
@@ -85,11 +85,11 @@ class Eagle:
         """True: prompts need no attention."""
         return True
 
-    def fuse(self, params: EagleParams, streams: Float[Array, "R T taps S"]) -> Float[Array, "R T E"]:
+    def fuse(self, params: EagleParams, streams: Float[Array, "R T aux_layers S"]) -> Float[Array, "R T E"]:
         """The streams of each position through fc."""
         return fuse(params, streams)
 
-    def remember(
+    def write_features(
         self,
         memory: KVCache,
         features: Float[Array, "R T E"],

@@ -36,7 +36,7 @@ class NGram:
     longest: int = 3
     full_support: ClassVar[bool] = False
     branches: ClassVar[bool] = False
-    taps: ClassVar[tuple[int, ...]] = ()
+    aux_layers: ClassVar[tuple[int, ...]] = ()
 
     def __str__(self) -> str:
         return repr(NGRAM)

@@ -42,8 +42,8 @@ class Proposer(Protocol):
     Attributes:
         full_support: true where q is above 0 wherever the target may be, as importance weights need.
         branches: true where trees can be drafted: the proposer is a `TreeProposer`.
-        taps: layers of the target, ascending, whose input streams are read: the proposer is a `FeatureProposer` unless
-            there is none. The number of layers stands for the last one's output.
+        aux_layers: layers of the target, ascending, whose inputs (auxiliary hidden states) the proposer reads; it is a
+            `FeatureProposer` if there are any. The number of layers stands for the output of the last.
     """
 
     branches: ClassVar[bool]
@@ -52,7 +52,7 @@ class Proposer(Protocol):
     def full_support(self) -> bool: ...
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def aux_layers(self) -> tuple[int, ...]: ...
 
     def __str__(self) -> str:
         """The draft in an error's words, as "'ngram'"."""
@@ -108,24 +108,24 @@ class Proposer(Protocol):
 
 
 class FeatureProposer(Proposer, Protocol):
-    """A way to draft from what the target has computed: the residual streams that enter the layers `taps`.
+    """Drafts from the target's auxiliary hidden states: the residual streams that enter the layers `aux_layers`.
 
-    Memory keeps a feature of every position that the target has read, in the slot of that position. So features go
-    where pages go, to forks, through prefix caches and preemption, and what a page holds follows from its tokens.
+    Its memory has a feature of every position that the target has read, in that position's page slot. So features
+    follow pages through forks, prefix caches and preemption, and the tokens up to a page's end determine its content.
     """
 
-    def fuse(self, params: Any, streams: Float[Array, "R T taps S"]) -> Float[Array, "R T E"]:
-        """The features that are kept of these streams."""
+    def fuse(self, params: Any, streams: Float[Array, "R T aux_layers S"]) -> Float[Array, "R T E"]:
+        """Reduces auxiliary hidden states to one feature a position."""
         ...
 
-    def remember(
+    def write_features(
         self,
         memory: Any,
         features: Float[Array, "R T E"],
         positions: Int[Array, "R T"],
         pages: Int[Array, "R T"],
     ) -> Any:
-        """The memory with the features of these positions in `pages`; nowhere for `TRASH`."""
+        """Writes the features of these positions to `pages` of the memory; positions in `TRASH` are not written."""
         ...
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.decoding.cycle_view import pages_at, reserve, view_of, written_once
 from smcjax.decoding.distribution import SamplingDistribution
-from smcjax.decoding.features import fused, remember, taps_of
+from smcjax.decoding.features import aux_hidden_states_of, fused, write_features
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program
 from smcjax.decoding.proposer import Drafts, TreeProposer
@@ -86,10 +86,10 @@ def score[S: Groups](
         pages = written_once(groups, view.write_pages)
         view = dataclasses.replace(view, write_pages=pages, held=view.written())
     plans = plan_attention(config, params.target, view, columns=width)
-    taps, draft = taps_of(program), groups.memory.draft
-    hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans, taps)
-    if taps is not None:
-        draft = remember(program, draft, fused(program, params, taps), view.positions, view.write_pages)
+    aux, draft = aux_hidden_states_of(program), groups.memory.draft
+    hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans, aux)
+    if aux is not None:
+        draft = write_features(program, draft, fused(program, params, aux), view.positions, view.write_pages)
     groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache, draft=draft))
     return groups, unembed(params.target, hidden)
 
@@ -128,10 +128,10 @@ def score_tree[S: Groups](
         page_size=program.page_size,
     )
     scratch = create_scratch(config, params.target, rows=tokens.shape[0], nodes=tree.size)
-    taps = taps_of(program)
-    hidden, scratch = tree_hidden_states(config, params.target, cache, scratch, view, taps)
+    aux = aux_hidden_states_of(program)
+    hidden, scratch = tree_hidden_states(config, params.target, cache, scratch, view, aux)
     column_of = jnp.asarray([order.index(node) for node in range(tree.size)])
-    features = None if taps is None else fused(program, params, taps)[:, column_of]
+    features = None if aux is None else fused(program, params, aux)[:, column_of]
     groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache))
     return groups, unembed(params.target, hidden[:, column_of]), Kept(scratch, features)
 
@@ -152,6 +152,6 @@ def keep_path[S: Groups](program: Program[Any], groups: S, drafts: TreeDrafts, k
     draft = proposer.keep_path(program.speculation, groups.memory.draft, drafts.scratch, path)
     if kept.features is not None:
         row = jnp.arange(path.nodes.shape[0])[:, None]
-        draft = remember(program, draft, kept.features[row, path.nodes], path.positions, path.pages)
+        draft = write_features(program, draft, kept.features[row, path.nodes], path.positions, path.pages)
     target = write_path(program.target, groups.memory.target, kept.scratch, *path)
     return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=target, draft=draft))

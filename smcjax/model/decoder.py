@@ -46,8 +46,8 @@ Attend = Callable[[int, Projection], jax.Array]
 Watch = Callable[[int, jax.Array], None]
 
 
-class Taps:
-    """Collects the residual streams that enter some layers, as `hidden_states` of one trace is given it to call."""
+class AuxHiddenStates:
+    """Collects the residual streams that enter `layers`. Pass it to `hidden_states` as `watch`, one for each trace."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
@@ -58,7 +58,7 @@ class Taps:
             self._streams[index] = stream
 
     @property
-    def streams(self) -> Float[Array, "R T taps E"]:
+    def streams(self) -> Float[Array, "R T aux_layers E"]:
         """The streams in the order of `layers`."""
         return jnp.stack([self._streams[layer] for layer in self.layers], axis=2)
 

@@ -39,13 +39,13 @@ class EagleConfig:
         layer: sizes and rotary embedding of its one layer; the vocabulary is the target's.
         draft_vocab_size: token ids that it gives logits for.
         target_hidden_size: width of the target's residual stream.
-        taps: layers of the target whose inputs are read, ascending; the number of layers stands for the last output.
+        aux_layers: layers of the target, ascending, whose inputs are read; the number of layers: the last output.
     """
 
     layer: ModelConfig
     draft_vocab_size: int
     target_hidden_size: int
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
 
     @property
     def spec(self) -> LayerSpec:
@@ -73,7 +73,7 @@ class EagleConfig:
 class EagleParams:
     """The weights of a head; E is its width, S the target's, V the target's vocabulary and Vd the draft's."""
 
-    fc: Any  # [E, taps·S]
+    fc: Any  # [E, aux_layers·S]
     embed: Any  # [V, E]; None: the target's, which `joined` puts here
     embed_norm: Any  # [E]
     feature_norm: Any  # [E]
@@ -106,7 +106,7 @@ def eagle_shapes(
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     return EagleParams(
-        fc=array(e, len(config.taps) * config.target_hidden_size),
+        fc=array(e, len(config.aux_layers) * config.target_hidden_size),
         embed=array(layer.vocab_size, e) if embed else None,
         embed_norm=array(e),
         feature_norm=array(e),
@@ -127,7 +127,7 @@ def eagle_bytes(config: EagleConfig, dtype: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def fuse(params: EagleParams, streams: Float[Array, "R T taps S"]) -> Float[Array, "R T E"]:
+def fuse(params: EagleParams, streams: Float[Array, "R T aux_layers S"]) -> Float[Array, "R T E"]:
     """The features of positions, from the target's residual streams there."""
     return linear(streams.reshape(*streams.shape[:2], -1).astype(params.fc.dtype), params.fc, None)
 

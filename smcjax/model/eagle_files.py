@@ -99,20 +99,20 @@ def _taps(keys: HFKeys, target: ModelConfig) -> tuple[int, ...]:
         raise keys.refusal(name, "eagle_config names layers as well, by their outputs; keep one of the two")
     where = keys if outputs is None else inner
     if given is None and outputs is None:
-        taps = [2, count // 2, count - 3]
+        aux_layers = [2, count // 2, count - 3]
         if not 2 < count // 2 < count - 3:
             raise ValueError(
                 f"{name} is None in the head's config, which means the inputs of layers 2, L/2 and L - 3, and the "
                 f"target has L = {count} layers; name three layers there."
             )
-        return tuple(taps)
+        return tuple(aux_layers)
     ids, shift = (given, 0) if outputs is None else (outputs, 1)
     if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise where.refusal(name, "it must hold three JSON integers")
-    taps = sorted(i + shift for i in ids)
-    if len(set(taps)) != 3 or len(taps) != 3 or not 0 <= taps[0] <= taps[2] <= count:
+    aux_layers = sorted(i + shift for i in ids)
+    if len(set(aux_layers)) != 3 or len(aux_layers) != 3 or not 0 <= aux_layers[0] <= aux_layers[2] <= count:
         raise where.refusal(name, f"it must name three different layers of the target's {count}")
-    return tuple(taps)
+    return tuple(aux_layers)
 
 
 def load_eagle_config(directory: str | os.PathLike[str], target: ModelConfig) -> EagleConfig:
@@ -168,7 +168,7 @@ def _say_what_is_not_said(path: Path, config: EagleConfig, lacking: list[str]) -
     """Logs what a head's files leave to the layout's defaults."""
     values = read_model_json(path / "config.json")
     if values.get(_LAYERS) is None and (values.get("eagle_config") or {}).get(_LAYERS) is None:
-        logger.info("%s has no %s: the head reads the inputs of the layers %s.", path, _LAYERS, config.taps)
+        logger.info("%s has no %s: the head reads the inputs of the layers %s.", path, _LAYERS, config.aux_layers)
     for name in lacking:
         tied = name == _LM_HEAD and config.layer.tie_embeddings and _EMBED not in lacking
         source = "its own embedding" if tied else "the target's"
@@ -206,7 +206,7 @@ def save_eagle(directory: str | os.PathLike[str], config: EagleConfig, params: E
         "eos_token_id": None,
         "torch_dtype": str(params.fc.dtype),
         **plain_keys(layer),
-        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
     }
     (path / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 

@@ -8,7 +8,7 @@ from smcjax.decoding.admission import begin, prefill
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.program import Program
 from smcjax.rejection.decoder import Info, RejectionDecoder, State, conclude, run, start, step
-from smcjax.rejection.rules import TreeVerdict, Verdict, candidates, tree
+from smcjax.rejection.rules import TreeVerification, Verification, candidates, tree
 
 __all__ = [
     "Info",
@@ -18,8 +18,8 @@ __all__ = [
     "Rejection",
     "RejectionDecoder",
     "State",
-    "TreeVerdict",
-    "Verdict",
+    "TreeVerification",
+    "Verification",
     "begin",
     "candidates",
     "conclude",

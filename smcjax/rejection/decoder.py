@@ -41,7 +41,7 @@ from smcjax.decoding.sequences import Population, cut_block, population
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.model.decoder import unembed
 from smcjax.noise import uniforms
-from smcjax.rejection.rules import TreeVerdict, Verdict, candidates, tree
+from smcjax.rejection.rules import TreeVerification, Verification, candidates, tree
 
 State = Groups  # N rows a request, which agree between steps
 RejectionProgram = Program[Rejection]
@@ -123,12 +123,12 @@ def _along_candidates(program: RejectionProgram, params: PairParams, state: Stat
         columns = range(logits.shape[1])
         earlier = distribution.before(drafts.tokens, [range(column) for column in columns])
         target = Softmax.of(_target_logits(state, distribution, logits, columns, earlier))
-        verdict = decide(program, state, target, drafts)
-        row = jnp.arange(state.running.shape[0]) * program.rows + verdict.candidate
+        verification = decide(program, state, target, drafts)
+        row = jnp.arange(state.running.shape[0]) * program.rows + verification.candidate
         tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
     of_rows = jax.tree.map(lambda x: x[row], target)
     source = None if program.rows == 1 else row
-    return state, Accepted(source, verdict.accepted, tokens, of_rows, verdict.law)
+    return state, Accepted(source, verification.accepted, tokens, of_rows, verification.law)
 
 
 def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
@@ -141,14 +141,14 @@ def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> 
     with jax.named_scope("decide"):
         earlier = distribution.before(drafts.tokens, shape.drafts_to(range(shape.size)))
         target = Softmax.of(_target_logits(state, distribution, logits, shape.depths, earlier))
-        verdict = decide_tree(program, state, target, drafts.logits, drafts.tokens)
-    state = keep_path(program, state, drafts, kept, verdict.node)
-    path = jnp.asarray(shape.paths)[verdict.node]
-    count = jnp.asarray(shape.depths)[verdict.node]
+        verification = decide_tree(program, state, target, drafts.logits, drafts.tokens)
+    state = keep_path(program, state, drafts, kept, verification.node)
+    path = jnp.asarray(shape.paths)[verification.node]
+    count = jnp.asarray(shape.depths)[verification.node]
     tokens = jnp.pad(jnp.take_along_axis(drafts.tokens, path[:, 1:], axis=1), ((0, 0), (0, 1)))
     row = jnp.arange(path.shape[0])
     of_path = jax.tree.map(lambda x: x[row[:, None], path], target)
-    return state, Accepted(None, count, tokens, of_path, verdict.law)
+    return state, Accepted(None, count, tokens, of_path, verification.law)
 
 
 def run(program: RejectionProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
@@ -193,14 +193,16 @@ def decide(
     state: State,
     target: Softmax,  # [R, C, V]
     drafts: Drafts,
-) -> Verdict:
-    """The verdict on each request's drafts."""
+) -> Verification:
+    """Verifies the drafts of each request."""
     n, gamma = program.rows, program.speculation.gamma
     greedy = state.requests.temperature == 0
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
     draft = None if drafts.deterministic else Softmax.of(drafts.whole(target.logits.shape[-1]))
 
-    def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax | None, tokens: jax.Array) -> Verdict:
+    def one(
+        key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax | None, tokens: jax.Array
+    ) -> Verification:
         p = _law(target, greedy)
         q = jax.nn.one_hot(tokens, p.shape[-1], dtype=p.dtype) if draft is None else _law(draft, greedy)
         return candidates(p, q, tokens, uniforms(key, (gamma, n)))
@@ -214,15 +216,17 @@ def decide_tree(
     target: Softmax,  # [G, M, V]
     draft_logits: Float[Array, "G inner V"],
     tokens: Int[Array, "G M"],
-) -> TreeVerdict:
-    """The verdict on each request's tree, whose siblings were drawn unless they are the likeliest tokens."""
+) -> TreeVerification:
+    """Verifies the tree of each request. Siblings are draws from q, or the draft's likeliest tokens."""
     speculation = program.speculation
     shape = speculation.tree
     assert shape is not None
     greedy = state.requests.temperature == 0
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
 
-    def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: jax.Array, tokens: jax.Array) -> TreeVerdict:
+    def one(
+        key: jax.Array, greedy: jax.Array, target: Softmax, draft: jax.Array, tokens: jax.Array
+    ) -> TreeVerification:
         fixed = greedy | (speculation.siblings == "top")
         return tree(shape, _law(target, greedy), jax.nn.softmax(draft), tokens, uniforms(key, (shape.size - 1,)), fixed)
 

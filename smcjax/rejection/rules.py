@@ -25,8 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.trees import DraftTree
 
 
-class Verdict(NamedTuple):
-    """The decision about the drafts of one request."""
+class Verification(NamedTuple):
+    """What was accepted of one request's drafts."""
 
     candidate: Int[Array, ""]  # the row that was accepted along
     accepted: Int[Array, ""]  # of its drafts, from the first
@@ -62,7 +62,7 @@ def rejected_once_more(
 
 def candidates(
     p: Float[Array, "N C V"], q: Float[Array, "N K V"], drafts: Int[Array, "N K"], uniforms: Float[Array, "K N"]
-) -> Verdict:
+) -> Verification:
     """Recursive rejection over N candidates drafted independently, C = K + 1. With N = 1, token by token.
 
     p[i, j] is the target's law behind candidate i's first j drafts, q[i, j] the law that drafts[i, j] was drawn from.
@@ -93,10 +93,10 @@ def candidates(
     but_last = jnp.maximum(rejected - 1, 0), candidate, at
     c, total = rejected_once_more(target, draft, c[but_last], total[but_last])
     law = jnp.where(on, target, jnp.maximum(target - c * draft, 0) / total)
-    return Verdict(candidate, accepted, law)
+    return Verification(candidate, accepted, law)
 
 
-class TreeVerdict(NamedTuple):
+class TreeVerification(NamedTuple):
     """The decision about a tree of drafts of one request."""
 
     node: Int[Array, ""]  # the last that is accepted, 0 where no draft is
@@ -110,7 +110,7 @@ def tree(
     tokens: Int[Array, " M"],
     uniforms: Float[Array, " drafts"],
     fixed: Bool[Array, ""],
-) -> TreeVerdict:
+) -> TreeVerification:
     """Recursive rejection along a tree, from node 0: its children are asked in turn, then those of an accepted one.
 
     p[m] is the target's law behind node m, uniforms[m − 1] node m's uniform, and q has for each node of `shape.inner`
@@ -138,4 +138,4 @@ def tree(
             law = jnp.where(asked & ~accept & (total != 0), left / total, law)
             node, accepted = jnp.where(accept, child, node), accepted | accept
         law = jnp.where(accepted, p[node], law)
-    return TreeVerdict(node, law)
+    return TreeVerification(node, law)

@@ -183,9 +183,9 @@ def test_windows_are_whole_periods(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_heads_are_of_the_targets_sizes() -> None:
     head = timed.head_config(Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config)
-    assert (head.draft_vocab_size, head.taps, head.target_hidden_size) == (32_000, (2, 16, 29), 4096)
+    assert (head.draft_vocab_size, head.aux_layers, head.target_hidden_size) == (32_000, (2, 16, 29), 4096)
     assert head.layer.num_layers == 1
-    assert timed.head_config(Models("tiny-target", "tiny-draft").target_config).taps == (0, 1, 2)
+    assert timed.head_config(Models("tiny-target", "tiny-draft").target_config).aux_layers == (0, 1, 2)
 
 
 def test_acceptance_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:

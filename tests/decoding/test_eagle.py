@@ -25,7 +25,7 @@ from smcjax.decoding.eagle import Eagle
 from smcjax.decoding.groups import PairParams
 from smcjax.kv import KVCache
 from smcjax.model import LayerSpec, Rope
-from smcjax.model.decoder import Taps, hidden_states
+from smcjax.model.decoder import AuxHiddenStates, hidden_states
 from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_forward, eagle_logits, eagle_shapes, fuse
 from smcjax.pallas.dispatch import implementations
 from tests import exact
@@ -39,10 +39,10 @@ AFTER = language_model(TARGET, TARGET_PARAMS, LENGTH)
 PRUNED, FULL = (1, 3, 4), None
 
 
-def head_of(ids: tuple[int, ...] | None, taps: tuple[int, ...] = (0, 1, 2)) -> tuple[Eagle, PairParams]:
+def head_of(ids: tuple[int, ...] | None, aux_layers: tuple[int, ...] = (0, 1, 2)) -> tuple[Eagle, PairParams]:
     """A head of random weights that drafts these token ids, or all."""
     layer = tiny_config(V, num_layers=1, layers=(LayerSpec(ATTENTION, Rope(100.0)),))
-    config = EagleConfig(layer, V if ids is None else len(ids), TARGET.hidden_size, taps)
+    config = EagleConfig(layer, V if ids is None else len(ids), TARGET.hidden_size, aux_layers)
     leaves, tree = jax.tree.flatten(eagle_shapes(config, jnp.float32))
     keys = jax.random.split(jax.random.key(5), len(leaves))
     weights = [
@@ -60,14 +60,14 @@ def head_of(ids: tuple[int, ...] | None, taps: tuple[int, ...] = (0, 1, 2)) -> t
 
 @functools.partial(jax.jit, static_argnums=0)
 def _dense_features(eagle: Eagle, params: PairParams, tokens: jax.Array) -> jax.Array:
-    positions, taps = jnp.arange(LENGTH)[None], Taps(eagle.taps)
+    positions, aux = jnp.arange(LENGTH)[None], AuxHiddenStates(eagle.aux_layers)
 
     def attend(index: int, projection: Any) -> jax.Array:
         return TARGET.layer(index).attention.dense(projection, positions)
 
     with implementations("xla"):
-        hidden_states(TARGET, params.target, tokens[None], positions, attend, taps)
-        return fuse(params.draft, taps.streams)[0]
+        hidden_states(TARGET, params.target, tokens[None], positions, attend, aux)
+        return fuse(params.draft, aux.streams)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

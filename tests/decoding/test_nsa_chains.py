@@ -49,7 +49,7 @@ class Scripted:
 
     full_support: ClassVar[bool] = False
     branches: ClassVar[bool] = False
-    taps: ClassVar[tuple[int, ...]] = ()
+    aux_layers: ClassVar[tuple[int, ...]] = ()
 
     def page_bytes(self, page_size: int) -> int:
         return 0

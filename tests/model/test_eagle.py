@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from smcjax.errors import CheckpointError
 from smcjax.model.checkpoint import load_config
-from smcjax.model.decoder import Taps, forward, hidden_states
+from smcjax.model.decoder import AuxHiddenStates, forward, hidden_states
 from smcjax.model.eagle import EagleConfig, EagleParams, eagle_forward, eagle_logits, fuse
 from smcjax.model.eagle_files import eagle_config, is_eagle, load_eagle
 from smcjax.pallas import rms_norm
@@ -91,17 +91,17 @@ def test_streams_are_those_that_enter_the_layers() -> None:
     def attend(index: int, projection: Any) -> jax.Array:
         return config.layer(index).attention.dense(projection, positions)
 
-    taps = Taps((0, 1, 2, 3))
-    normed = hidden_states(config, params, tokens, positions, attend, taps)
-    assert taps.streams.shape == (1, 5, 4, config.hidden_size)
-    np.testing.assert_array_equal(taps.streams[:, :, 0], params.embed[tokens])
+    aux = AuxHiddenStates((0, 1, 2, 3))
+    normed = hidden_states(config, params, tokens, positions, attend, aux)
+    assert aux.streams.shape == (1, 5, 4, config.hidden_size)
+    np.testing.assert_array_equal(aux.streams[:, :, 0], params.embed[tokens])
     for count in (1, 2, 3):
         shorter = dataclasses.replace(config, num_layers=count)
         want = forward(shorter, dataclasses.replace(params, layers=params.layers[:count]), tokens)
-        last = rms_norm(taps.streams[:, :, count], params.final_norm, config.rms_norm_eps)
+        last = rms_norm(aux.streams[:, :, count], params.final_norm, config.rms_norm_eps)
         np.testing.assert_allclose(last, want, atol=1e-5)
     np.testing.assert_allclose(last, normed, atol=1e-6)
-    assert np.abs(taps.streams[:, :, 1] - taps.streams[:, :, 2]).max() > 1e-2, "control"
+    assert np.abs(aux.streams[:, :, 1] - aux.streams[:, :, 2]).max() > 1e-2, "control"
 
 
 def parsed(**changes: Any) -> dict[str, Any]:
@@ -114,9 +114,9 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 def test_layers_are_named_by_inputs_by_outputs_or_not_at_all() -> None:
     deep = dataclasses.replace(TARGET, num_layers=32)
-    assert eagle_config(parsed(**{IDS: [3, 1, 2]}), TARGET).taps == (1, 2, 3)
-    assert eagle_config(parsed(**{IDS: "absent", "eagle_config": {IDS: [1, 15, 28]}}), deep).taps == (2, 16, 29)
-    assert eagle_config(parsed(**{IDS: "absent"}), deep).taps == (2, 16, 29)
+    assert eagle_config(parsed(**{IDS: [3, 1, 2]}), TARGET).aux_layers == (1, 2, 3)
+    assert eagle_config(parsed(**{IDS: "absent", "eagle_config": {IDS: [1, 15, 28]}}), deep).aux_layers == (2, 16, 29)
+    assert eagle_config(parsed(**{IDS: "absent"}), deep).aux_layers == (2, 16, 29)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_each_draft_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     program = program_of(Rejection(gamma=3, n_candidates=2))
     state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((1, 2), seed=1)], V, MAX_MODEL_LEN), 200)
     monkeypatch.setattr(
-        decoder, "candidates", lambda p, q, d, u: rules.Verdict(jnp.int32(0), jnp.int32(0), u.reshape(-1))
+        decoder, "candidates", lambda p, q, d, u: rules.Verification(jnp.int32(0), jnp.int32(0), u.reshape(-1))
     )
     target, tokens = Softmax.of(jnp.zeros((4, 4, V))), jnp.zeros((4, 3), jnp.int32)
     drafts = Drafts(tokens, jnp.zeros((4, 3)), jnp.zeros((4, 3, V)))
@@ -204,7 +204,7 @@ def test_each_node_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     """Two requests, a tree of five drafts: ten."""
     program = program_of(Rejection(tree=(-1, 0, 0, 2, 0, 2)))
     state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((1, 2), seed=1)], V, MAX_MODEL_LEN), 200)
-    monkeypatch.setattr(decoder, "tree", lambda *given: rules.TreeVerdict(jnp.int32(0), given[4]))
+    monkeypatch.setattr(decoder, "tree", lambda *given: rules.TreeVerification(jnp.int32(0), given[4]))
     drafts = jnp.zeros((2, 6), jnp.int32)
     law = decoder.decide_tree(program, state, Softmax.of(jnp.zeros((2, 6, V))), jnp.zeros((2, 2, V)), drafts).law
     assert np.unique(law).size == 10

@@ -78,7 +78,7 @@ def law_of(
     n: int,
     gamma: int,
     *,
-    verify: Callable[..., rules.Verdict] = rules.candidates,
+    verify: Callable[..., rules.Verification] = rules.candidates,
     shared_uniform: bool = False,
     claimed: Callable[[np.ndarray], np.ndarray] = lambda q: q,
 ) -> np.ndarray:
@@ -108,8 +108,8 @@ def law_of(
             cases.append((p, told, drafts, u, mass * np.prod([width for _, width in chosen])))
     arrays = [np.stack(column) for column in zip(*cases, strict=True)]
     with jax.enable_x64(True):
-        verdicts = jax.jit(jax.vmap(verify))(*(jnp.asarray(a) for a in arrays[:4]))
-        candidate, accepted, following = (np.asarray(x) for x in verdicts)
+        verifications = jax.jit(jax.vmap(verify))(*(jnp.asarray(a) for a in arrays[:4]))
+        candidate, accepted, following = (np.asarray(x) for x in verifications)
     out = np.zeros((V,) * (gamma + 1))
     for case, c, a, law in zip(cases, candidate, accepted, following, strict=True):
         run = tuple(case[2][c, :a].tolist())
@@ -147,13 +147,13 @@ def test_controls(name: str) -> None:
     """Each broken variant of the rule gives a law that is not the target's."""
     toy = Toy(0)
 
-    def always_bonus(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verdict:
-        verdict = rules.candidates(p, q, drafts, uniforms)
-        return verdict._replace(law=p[verdict.candidate, drafts.shape[1]])
+    def always_bonus(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verification:
+        verification = rules.candidates(p, q, drafts, uniforms)
+        return verification._replace(law=p[verification.candidate, drafts.shape[1]])
 
-    def target_again(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verdict:
-        verdict = rules.candidates(p, q, drafts, uniforms)
-        return verdict._replace(law=p[verdict.candidate, verdict.accepted])
+    def target_again(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verification:
+        verification = rules.candidates(p, q, drafts, uniforms)
+        return verification._replace(law=p[verification.candidate, verification.accepted])
 
     assert off(toy, name, verify=always_bonus) > 1e-3, "always the bonus"
     assert off(toy, name, verify=target_again) > 1e-3, "the residual replaced by p"
@@ -172,8 +172,8 @@ def test_without_the_candidates_taken_out_the_law_is_wrong(monkeypatch: pytest.M
     assert off(Toy(0), "two candidates") > 1e-3
 
 
-def verdicts_of(*arrays: np.ndarray) -> rules.Verdict:
-    """Returns the verdicts of `rules.candidates` on many cases at once, computed in float64."""
+def verifications_of(*arrays: np.ndarray) -> rules.Verification:
+    """Returns the verifications of `rules.candidates` on many cases at once, computed in float64."""
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(jax.vmap(rules.candidates))(*(jnp.asarray(x) for x in arrays)))
 
@@ -184,9 +184,9 @@ def test_equal_models_accept_everything(n: int, gamma: int) -> None:
     rng, cases = np.random.default_rng(0), 500
     p = rng.dirichlet(np.full(V, 0.5), (cases, 1, gamma + 1)).repeat(n, axis=1)
     drafts = rng.integers(0, V, (cases, 1, gamma), np.int32).repeat(n, axis=1)
-    verdict = verdicts_of(p, p[:, :, :gamma], drafts, rng.random((cases, gamma, n)))
-    assert (verdict.accepted == gamma).all()
-    np.testing.assert_array_equal(verdict.law, p[:, 0, gamma])
+    verification = verifications_of(p, p[:, :, :gamma], drafts, rng.random((cases, gamma, n)))
+    assert (verification.accepted == gamma).all()
+    np.testing.assert_array_equal(verification.law, p[:, 0, gamma])
 
 
 def test_impossible_tokens_are_rejected_even_at_zero() -> None:
@@ -196,7 +196,7 @@ def test_impossible_tokens_are_rejected_even_at_zero() -> None:
     drafts = rng.integers(0, V, (cases, 1, 2), np.int32)
     np.put_along_axis(p[:, 0, 0], drafts[:, 0, :1], 0, axis=1)
     p /= p.sum(axis=-1, keepdims=True)
-    verdict = verdicts_of(p, q, drafts, np.zeros((cases, 2, 1)))
-    assert (verdict.accepted == 0).all()
-    assert (np.take_along_axis(verdict.law, drafts[:, 0, :1], axis=1) == 0).all()
-    np.testing.assert_allclose(verdict.law.sum(axis=1), 1, atol=1e-12)
+    verification = verifications_of(p, q, drafts, np.zeros((cases, 2, 1)))
+    assert (verification.accepted == 0).all()
+    assert (np.take_along_axis(verification.law, drafts[:, 0, :1], axis=1) == 0).all()
+    np.testing.assert_allclose(verification.law.sum(axis=1), 1, atol=1e-12)

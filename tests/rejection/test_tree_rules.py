@@ -60,7 +60,7 @@ def law_of(
     toy: Toy,
     *,
     fixed: bool,
-    verify: Callable[..., rules.TreeVerdict] = rules.tree,
+    verify: Callable[..., rules.TreeVerification] = rules.tree,
     claimed: Callable[[np.ndarray], np.ndarray] = lambda q: q,
     told_fixed: bool | None = None,
     shared_uniform: bool = False,
@@ -87,12 +87,12 @@ def law_of(
     arrays = [np.stack(column) for column in zip(*cases, strict=True)]
     told = fixed if told_fixed is None else told_fixed
 
-    def judge(*of_case: jax.Array) -> rules.TreeVerdict:
+    def judge(*of_case: jax.Array) -> rules.TreeVerification:
         return verify(shape, *of_case, jnp.bool_(told))
 
     with jax.enable_x64(True):
-        verdicts = jax.jit(jax.vmap(judge))(*(jnp.asarray(a) for a in arrays[:4]))
-        nodes, following = (np.asarray(x) for x in verdicts)
+        verifications = jax.jit(jax.vmap(judge))(*(jnp.asarray(a) for a in arrays[:4]))
+        nodes, following = (np.asarray(x) for x in verifications)
     out = np.zeros((V,) * (shape.depth + 1))
     for case, node, law in zip(cases, nodes, following, strict=True):
         run = path_tokens(shape, tuple(case[2][1:]), node)
@@ -134,7 +134,7 @@ def off(name: str, **changes: Any) -> float:
     return float(np.abs(law_of(shape, toy, **changes) - toy.joint(shape.depth + 1)).max())
 
 
-def judged_by_p(shape: DraftTree, p: Any, q: Any, tokens: Any, uniforms: Any, fixed: Any) -> rules.TreeVerdict:
+def judged_by_p(shape: DraftTree, p: Any, q: Any, tokens: Any, uniforms: Any, fixed: Any) -> rules.TreeVerification:
     """A mistaken rule: every sibling is judged by what its first is judged by, whatever was rejected before it."""
     node = jnp.int32(0)
     for child in range(1, shape.size):
@@ -143,16 +143,16 @@ def judged_by_p(shape: DraftTree, p: Any, q: Any, tokens: Any, uniforms: Any, fi
         accept = (node == at) & (uniforms[child - 1] * law_of_x < p[at][x])
         node = jnp.where(accept, child, node)
     exact = rules.tree(shape, p, q, tokens, uniforms, fixed)
-    return rules.TreeVerdict(node, jnp.where(node == exact.node, exact.law, p[node]))
+    return rules.TreeVerification(node, jnp.where(node == exact.node, exact.law, p[node]))
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["sampled", "fixed"])
 def test_controls(fixed: bool) -> None:
     """Each broken variant of the rule gives a law that is not the target's."""
 
-    def target_again(shape: DraftTree, p: Any, *rest: Any) -> rules.TreeVerdict:
-        verdict = rules.tree(shape, p, *rest)
-        return verdict._replace(law=p[verdict.node])
+    def target_again(shape: DraftTree, p: Any, *rest: Any) -> rules.TreeVerification:
+        verification = rules.tree(shape, p, *rest)
+        return verification._replace(law=p[verification.node])
 
     assert off("binary", fixed=fixed, verify=target_again) > 1e-3, "the residual replaced by p"
     assert off("star", fixed=fixed, verify=judged_by_p) > 1e-3, "the residual not updated after a rejected sibling"
@@ -188,10 +188,10 @@ def test_equal_models_accept_a_path_to_a_leaf() -> None:
     tokens = rng.integers(0, V, (cases, shape.size), np.int32)
     judge = jax.jit(jax.vmap(lambda p, x, u: rules.tree(shape, p, p[jnp.asarray(shape.inner)], x, u, jnp.bool_(False))))
     with jax.enable_x64(True):
-        verdict = judge(*(jnp.asarray(x) for x in (p, tokens, rng.random((cases, shape.size - 1)))))
+        verification = judge(*(jnp.asarray(x) for x in (p, tokens, rng.random((cases, shape.size - 1)))))
     leaf = shape.children[shape.children[0][0]][0]
-    assert (np.asarray(verdict.node) == leaf).all()
-    np.testing.assert_array_equal(verdict.law, p[:, leaf])
+    assert (np.asarray(verification.node) == leaf).all()
+    np.testing.assert_array_equal(verification.law, p[:, leaf])
 
 
 def test_impossible_tokens_are_rejected_even_at_zero() -> None:
@@ -205,7 +205,7 @@ def test_impossible_tokens_are_rejected_even_at_zero() -> None:
     for fixed in (False, True):
         judge = jax.jit(jax.vmap(lambda p, q, x, u, fixed=fixed: rules.tree(shape, p, q, x, u, jnp.bool_(fixed))))
         with jax.enable_x64(True):
-            verdict = judge(*(jnp.asarray(x) for x in (p, q, tokens, np.zeros((cases, shape.size - 1)))))
-        assert (np.asarray(verdict.node) == 0).all()
-        assert (np.take_along_axis(np.asarray(verdict.law), tokens[:, 1:2], axis=1) == 0).all()
-        np.testing.assert_allclose(np.asarray(verdict.law).sum(axis=1), 1, atol=1e-12)
+            verification = judge(*(jnp.asarray(x) for x in (p, q, tokens, np.zeros((cases, shape.size - 1)))))
+        assert (np.asarray(verification.node) == 0).all()
+        assert (np.take_along_axis(np.asarray(verification.law), tokens[:, 1:2], axis=1) == 0).all()
+        np.testing.assert_allclose(np.asarray(verification.law).sum(axis=1), 1, atol=1e-12)

@@ -33,7 +33,7 @@ def test_it_drafts_what_the_target_says() -> None:
     assert not weights[:, :FIRST].any()
     weights[:, -1] = 0
     read = jax.jit(functools.partial(train_eagle.read_target, target), static_argnums=(1, 3, 4))
-    streams, wanted = read(params, config.taps, jnp.asarray(tokens), 1 + FIRST, "xla")
+    streams, wanted = read(params, config.aux_layers, jnp.asarray(tokens), 1 + FIRST, "xla")
     agree = jax.jit(functools.partial(train_eagle.loss_of, config), static_argnums=(5, 6))
 
     def agreed(own: train_eagle.EagleParams) -> np.ndarray:

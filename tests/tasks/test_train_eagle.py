@@ -65,10 +65,10 @@ def test_outputs_behind_a_beginning_are_those_of_all(head: tuple[EagleConfig, Ea
 
 
 def test_heads_of_other_sizes_and_taps() -> None:
-    config = train_eagle.head_config(TARGET, heads=2, kv_heads=1, intermediate=12, taps=(0, 3, 7))
+    config = train_eagle.head_config(TARGET, heads=2, kv_heads=1, intermediate=12, aux_layers=(0, 3, 7))
     assert (config.layer.num_heads, config.layer.num_kv_heads, config.layer.intermediate_size) == (2, 1, 12)
-    assert config.taps == (0, 3, 7)
-    assert train_eagle.head_config(TARGET).taps == (2, 3, 4)
+    assert config.aux_layers == (0, 3, 7)
+    assert train_eagle.head_config(TARGET).aux_layers == (2, 3, 4)
 
 
 def test_which_tokens_of_documents_count() -> None:
