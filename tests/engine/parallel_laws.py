@@ -228,7 +228,7 @@ def test_seeds_preemption_and_cached_prefixes(pressed: LLM) -> None:
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     apart = [pressed.generate(one, p, use_tqdm=False)[0] for one, p in zip(asked, params, strict=True)]
     assert [output.metrics.num_cached_tokens for output in apart] == [0, 12, 12, 16]
-    pressed.engine._scheduler.free.share = 0.0  # of their worst cases that requests are believed to use
+    pressed.engine._scheduler.free.utilization = 0.0  # of their worst cases that requests are believed to use
     together = pressed.generate(asked, params, use_tqdm=False)
     assert [told(output) for output in together] == [told(output) for output in apart]
     assert sum(output.metrics.preemptions for output in together) > 0

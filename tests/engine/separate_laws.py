@@ -110,7 +110,7 @@ def test_seeds_preemption_and_cached_prefixes(two: LLM) -> None:
     two.engine.reset()
     one_by_one = [two.generate(one, p, use_tqdm=False)[0] for one, p in zip(questions, params, strict=True)]
     assert [output.metrics.num_cached_tokens for output in one_by_one] == [0, 12, 12, 16]
-    two.engine._scheduler.free.share = 0.0
+    two.engine._scheduler.free.utilization = 0.0
     together = two.generate(questions, params, use_tqdm=False)
     assert [told(output) for output in together] == [told(output) for output in one_by_one]
     assert sum(output.metrics.preemptions for output in together) > 0

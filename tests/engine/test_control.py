@@ -62,7 +62,7 @@ def run(
     pool, others = allocate(memory.pool, jnp.arange(2 * PAGES) < 2 * PAGES - pages)
     engine.runner._memory = dataclasses.replace(memory, pool=pool)
     scheduler._pages, scheduler.free = pages, FreePages(pages)
-    scheduler.free.share = 0.0
+    scheduler.free.utilization = 0.0
     controls = controls or {}
     requests = {number: llm.request(prompt(number), params(number, controls.get(number))) for number in numbers}
     for request in requests.values():

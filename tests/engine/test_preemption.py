@@ -71,7 +71,7 @@ def lend(llm: LLM, pages: int, share: float = 0.0) -> jax.Array:
     engine.runner._memory = dataclasses.replace(memory, pool=pool)
     scheduler = engine._scheduler
     scheduler._pages, scheduler.free = pages, FreePages(pages)
-    scheduler.free.share = share
+    scheduler.free.utilization = share
     return others
 
 
@@ -327,7 +327,7 @@ def play(seed: int, pages: int, lag: int, greed: float) -> int:
     scheduler = Scheduler(
         [1, 2, 4, 8], pages, ChunkLengths(8, 16), PrefixCache(0, PAGE_SIZE), footprint, optimistic=True
     )
-    scheduler.free.share = rng.random()
+    scheduler.free.utilization = rng.random()
     device = Device(pages, footprint, rng, greed)
     cycles: dict[str, int] = {}
     arriving = []

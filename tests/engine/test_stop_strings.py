@@ -90,7 +90,7 @@ def test_the_same_after_preemptions(pair: Pair, llm: LLM) -> None:
     alone = [fingerprint(generate(llm, prompt, one)[0]) for prompt, one in zip(prompts, params, strict=True)]
     with smc_llm(pair, num_pages=46, admission="optimistic") as tight:
         for lag in (0, 1):
-            tight.engine._lag, tight.engine._scheduler.free.share = lag, 0.0
+            tight.engine._lag, tight.engine._scheduler.free.utilization = lag, 0.0
             assert [fingerprint(output) for output in generate(tight, prompts, params)] == alone
         assert tight.metrics()["preemptions"] > 0
 

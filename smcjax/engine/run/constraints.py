@@ -1,7 +1,7 @@
-"""The automata of the requests in flight, on the device beside the batch: places in tables of a fixed size.
+"""Keeps the automata of the requests in flight on the device, in tables of a fixed number of places.
 
-A batch of `size` slots has room for as many automata, so that no request ever waits for a place. An automaton that
-several requests share has one; it stays until another automaton needs its place.
+A batch of `size` slots has as many places, so no request waits for one. Requests with the same automaton share a place.
+An automaton stays in its place until another one needs it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def make_tables(
     most_cells: int = MAX_CELLS,
     most_states: int = MAX_STATES,
 ) -> AutomatonTables:
-    """The tables of these automata by their places, as host arrays; the other of `size` places are empty."""
+    """Host tables of `size` places with these automata, by place; all other places are empty."""
     arrays: dict[str, Any] = {
         "following": np.zeros((size, most_cells), np.int16),
         "needed": np.full((size, most_cells), NEVER, np.int16),
@@ -43,23 +43,24 @@ def make_tables(
 
 
 class AutomatonPlaces:
-    """Which automaton has which place."""
+    """Assigns automata to places."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._there: list[Automaton | None] = []
 
     def place(self, wanted: Mapping[int, Automaton], size: int) -> tuple[np.ndarray, AutomatonTables | None]:
-        """The place of each slot's automaton, [size] int32, −1 for none, and the tables where these have changed.
+        """The place of each slot's automaton, [size] int32, −1 for none; and the tables, or None if they are unchanged.
 
-        `wanted` are the automata of slots 0 … size − 1 that have one.
+        `wanted` maps slots to their automata.
         """
         changed = len(self._there) != size
         if changed:
             self._there = [None] * size
         used = set(wanted.values())
         free = [place for place, automaton in enumerate(self._there) if automaton not in used]
-        free.sort(key=lambda place: self._there[place] is not None)  # what is there may be asked for again
+        # Empty places first, as a later request may need an automaton that is still in its place.
+        free.sort(key=lambda place: self._there[place] is not None)
         for automaton in dict.fromkeys(wanted.values()):
             if automaton not in self._there:
                 self._there[free.pop(0)] = automaton

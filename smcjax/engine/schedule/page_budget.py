@@ -18,7 +18,7 @@ from typing import NamedTuple
 from smcjax.decoders import Decoding
 from smcjax.kv import pages_for, pages_touched
 
-SHARE_REPORTS = 16  # over which the share is averaged that groups use of their worst cases
+UTILIZATION_REPORTS = 16  # reports over which `FreePages.utilization` is averaged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,27 +37,30 @@ class Footprint:
         return cls(decoding.rows, page_size, decoding.tokens_per_cycle, decoding.ragged, decoding.agrees)
 
     def prompt(self, prompt_length: int) -> int:
-        """Pages of a group that has just joined."""
+        """Pages of a group right after it joins."""
         return pages_for(prompt_length, self.page_size)
 
     def worst_case(self, prompt_length: int, limit: int) -> int:
-        """Pages that a group names at most, ever.
+        """Upper bound on the distinct pages of a group at any time.
 
-        Full pages of the prompt stay shared for good, and what comes after is each row's own up to `limit` tokens; but
-        rows that agree between cycles share all pages but those that one cycle touches.
+        Rows share the prompt's full pages permanently and may diverge behind them, up to `limit` tokens. Rows that
+        agree between cycles share all pages except those that one cycle touches.
         """
         shared = min(prompt_length, limit) // self.page_size
         return self._named(shared, limit, limit)
 
     def _named(self, shared: int, before: int, reached: int) -> int:
-        """Pages of rows that share so many for good, in a cycle that begins and ends at these lengths at most."""
+        """Upper bound on the distinct pages of a group whose rows permanently share `shared` prefix pages.
+
+        No row is longer than `before` at the start of the cycle, and than `reached` at its end.
+        """
         diverged = shared + self.rows * (pages_for(reached, self.page_size) - shared)
         if not self.agrees:
             return diverged
         return min(diverged, pages_for(before, self.page_size) + self.rows * pages_touched(self.width, self.page_size))
 
     def need(self, prompt_length: int, limit: int, cycles: int, *, ragged: bool = False) -> int:
-        """Pages that the next cycle takes at most; of a `ragged` group also where others are not."""
+        """Upper bound on the pages that the next cycle takes. `ragged`: this group is ragged, if others are not."""
         if ragged or self.ragged:
             if prompt_length + cycles >= limit - 1:
                 return 0
@@ -70,7 +73,7 @@ class Footprint:
         return self.rows * entered + (self.rows - 1 if first % self.page_size else self.rows)
 
     def ceiling(self, prompt_length: int, limit: int, cycles: int) -> int:
-        """Pages that the group names at most in the last of so many cycles, and after it."""
+        """Upper bound on the distinct pages of a group during its cycle number `cycles`, and after it."""
         if not cycles:
             return self.prompt(prompt_length)
         before, reached = (min(prompt_length + some * self.width, limit) for some in (cycles - 1, cycles))
@@ -86,20 +89,20 @@ class Mark(NamedTuple):
 
 
 class FreePages:
-    """A lower bound on the free pages, from reports that come late and what has been enqueued since then.
+    """A lower bound on the free pages, from late reports and what was enqueued after the reported programs.
 
-    Also the `share` of their worst cases that running groups, young and old, have been using of late; 1 at first.
+    `utilization` is the mean fraction of their worst cases that running groups have used recently; 1 at first.
     """
 
     def __init__(self, pages: int) -> None:
         self._pages = pages
-        self.share = 1.0
+        self.utilization = 1.0
         self.clear()
 
     def clear(self) -> None:
-        """All pages are free."""
-        self._taken = 0  # since the beginning: the most that programs can have taken, less what they surely gave back
-        self._credit = self._pages  # free pages by the last report, and what had been taken until then
+        """Marks all pages as free."""
+        self._taken = 0  # upper bound on what enqueued programs took, less what they gave back
+        self._credit = self._pages  # free pages by the last report, plus what had been taken until then
         self.unread = 0  # reports under way
 
     @property
@@ -108,18 +111,18 @@ class FreePages:
         return self._credit - self._taken
 
     def take(self, pages: int) -> None:
-        """A program that takes at most so many is enqueued; negative for one that gives back."""
+        """Counts an enqueued program that takes at most `pages`; negative for one that gives pages back."""
         self._taken += pages
 
     def mark(self, worst: int, unused: int) -> Mark:
-        """A program is enqueued whose report will come."""
+        """Counts an enqueued program that will report, and returns its mark for `report`."""
         self.unread += 1
         return Mark(self._taken, worst, unused)
 
     def report(self, mark: Mark, free: int) -> None:
-        """So many pages were free after the program of that mark."""
+        """Takes the report that `free` pages were free after the program of this mark."""
         self.unread -= 1
         self._credit = free + mark.taken
         if mark.worst:
             used = (self._pages - free - mark.unused) / mark.worst
-            self.share += (used - self.share) / SHARE_REPORTS
+            self.utilization += (used - self.utilization) / UTILIZATION_REPORTS

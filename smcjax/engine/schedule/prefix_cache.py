@@ -1,11 +1,11 @@
-"""Which beginnings of prompts have their KV in pages that a later request may name. Plain Python, on the host.
+"""The index of prompt prefixes whose KV pages later requests may use. Plain Python, on the host.
 
-    key of page i  = digest of (key of page i − 1, the page's tokens)      so equal keys mean equal beginnings
-    slot of a key  = where the device keeps the number of the physical page (`smcjax.kv.keep`)
+    key of page i  = digest of (key of page i − 1, the page's tokens)      so equal keys mean equal prefixes
+    cache slot     = where the device keeps the number of the physical page (`smcjax.kv.keep`)
 
-Only full pages are cached: no row writes them any more. A page that running groups use is *held*; one that no group
-holds stays until its place in memory is wanted, the least recently used first, and the end of a beginning before its
-start, since without its start it could not be found.
+Only full pages are cached, as no row writes to them any more. A page that running groups use is *held*. Pages that no
+group holds are evicted when memory is needed: the least recently used first, and the end of a prefix before its start,
+since a lookup goes from the start.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 
 class PrefixCache:
-    """The index of cached pages, of `page_size` tokens each. `slots` bounds their number; 0: nothing is ever cached."""
+    """The index of cached pages, of `page_size` tokens each. `cache_slots` bounds their number; 0: none is cached."""
 
-    def __init__(self, slots: int, page_size: int) -> None:
-        self.page_size, self._capacity = page_size, slots
+    def __init__(self, cache_slots: int, page_size: int) -> None:
+        self.page_size, self._capacity = page_size, cache_slots
         self.queries = 0  # prompt tokens of the requests that were admitted
         self.hits = 0  # those of them whose KV was there
         self.clear()
@@ -43,7 +43,7 @@ class PrefixCache:
         return len(self._unused)
 
     def keys(self, token_ids: Sequence[int]) -> list[bytes]:
-        """One for each full page of a prompt; none where nothing is cached."""
+        """A key for each full page of a prompt; none if the cache has no slots."""
         keys: list[bytes] = []
         key = b""
         if not self._capacity:
@@ -55,35 +55,35 @@ class PrefixCache:
         return keys
 
     def match(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The longest beginning of `keys` that is cached."""
+        """The longest cached prefix of `keys`."""
         for index, key in enumerate(keys):
             if key not in self._slots:
                 return list(keys[:index])
         return list(keys)
 
     def hold(self, keys: Sequence[bytes]) -> list[int]:
-        """The slots of cached pages that a group uses from now on."""
+        """Marks cached pages as held by one more group; returns their cache slots."""
         for key in keys:
             self._unused.pop(key, None)
             self._holders[key] += 1
         return [self._slots[key] for key in keys]
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """A group, which held these pages, has gone."""
+        """Marks cached pages as held by one group less."""
         for key in reversed(keys):
             self._holders[key] -= 1
             if not self._holders[key]:
                 self._unused[key] = None
 
     def insert(self, key: bytes) -> int | None:
-        """The slot for a page that a group has just made and holds; None where its like is cached already."""
+        """Adds a page that a group has made and holds; returns its cache slot, or None if the key is cached already."""
         if key in self._slots:
             return None
         self._slots[key], self._holders[key] = self._vacant.pop(), 1
         return self._slots[key]
 
     def evict(self, count: int) -> list[int]:
-        """Forgets the `count` unused pages that are first to go; returns their slots."""
+        """Removes the first `count` unused pages in order of eviction; returns their cache slots."""
         slots = []
         for key in list(itertools.islice(self._unused, count)):
             del self._unused[key], self._holders[key]

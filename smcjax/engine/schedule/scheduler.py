@@ -1,21 +1,21 @@
-"""The choice of which requests run where: admission by memory, slots, chunks of prompts. Plain Python, no device.
+"""Chooses which requests run, in which slots, and which chunks of prompts come next. Plain Python, no device.
 
 Requests are admitted in the order of `smcjax.engine.schedule.rounds`, in which calls take turns: a request that does
 not fit waits, and all others wait behind it. A group keeps its slot until it ends, unless the batch changes its size.
 There are two rules of admission:
 
     worst case    a slot is free, and so are the pages that the request can name at most, ever
-    optimistic    … or pages for the share of that which groups have been using of late
+    optimistic    a slot is free, and so is the fraction of those pages that groups have used recently
 
-A cycle is scheduled only where the pages suffice that it can take at most (`smcjax.engine.schedule.page_budget`), so no
-allocation ever fails. By the first rule they always do. By the second, when they do not, all reports are read, so that
-the number of free pages is known and not only bounded; when it is still too small, the youngest group is *preempted*:
-it leaves, waits as the first in the queue, and starts again. Nobody is admitted optimistically again before a group has
-ended. The oldest group is never preempted, and alone it always fits, so every request ends.
+A cycle is scheduled only if there are as many pages as it can take (`smcjax.engine.schedule.page_budget`), so no
+allocation ever fails. By the first rule there always are. By the second, if there may be too few, all reports are read,
+so that the number of free pages is known instead of bounded. If it is still too small, the youngest group is
+*preempted*: it leaves, waits as the first in the queue, and starts again. Then no request is admitted optimistically
+until a group has ended. The oldest group is never preempted, and alone it always fits, so every request ends.
 
-Full pages of its prompt that are cached it names instead of making them; those that it makes are cached as soon as the
-chunk that fills them is enqueued. A cached page takes one page of memory, however many use it. One that no group uses
-gives way to a request that needs it, so the cache makes no request wait.
+A group names cached full pages of its prompt instead of making them. The pages that it makes are cached as soon as the
+chunk that fills them is enqueued. A cached page takes one page of memory, however many groups use it. A cached page
+that no group uses is evicted for a request that needs memory, so the cache makes no request wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from smcjax.engine.schedule.page_budget import Footprint, FreePages, Mark
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.rounds import Rounds
 
-FEW = 4  # prompts are few that are to be read in at most this part of the slots
+FEW = 4  # up to one unread prompt for this many slots, prompts are read one after the other
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,11 +40,11 @@ class Group:
     slot: int
     prefilled: int = 0  # prompt tokens whose prefill has been scheduled
     keys: list[bytes] = dataclasses.field(default_factory=list)  # of the prompt's full pages
-    held: list[bytes] = dataclasses.field(default_factory=list)  # those of them that are cached and name its pages
+    held: list[bytes] = dataclasses.field(default_factory=list)  # those of `keys` whose cached pages it uses
     # Cache slots of the pages that were cached when the group joined.
     cache_slots: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0  # prompt tokens in them
-    cycles: int = 0  # that have been scheduled for it
+    cycles: int = 0  # scheduled for it so far
 
     @property
     def started(self) -> bool:
@@ -53,16 +53,16 @@ class Group:
 
     @property
     def own_pages(self) -> int:
-        """Pages that it may need beside the cached ones."""
+        """Pages that the group may need beside the cached ones."""
         return self.request.worst_case_pages - len(self.held)
 
 
 class ChunkLengths(NamedTuple):
     """Prompt tokens of a group that are read between two cycles.
 
-    There is a program for one prompt and one for a chunk of every slot's. The second takes as long for few as for many,
-    so few are read one after the other, each in longer chunks as long as it has enough left: more tokens for the
-    weights that a chunk streams.
+    One program reads a chunk of one prompt, another a chunk of every slot's prompt. The second takes as long for few
+    prompts as for many. So few prompts are read one after the other, in longer chunks while enough of a prompt is left:
+    each chunk streams all weights once, whatever its length.
     """
 
     together: int
@@ -70,11 +70,11 @@ class ChunkLengths(NamedTuple):
     one_slot: bool = True  # whether there is the first program; else the second reads a prompt by itself too
 
     def slots(self, prompts: int, size: int) -> int:
-        """The slots of the program that reads this many prompts of a batch of `size`."""
+        """The number of slots of the program that reads this many prompts of a batch of `size`."""
         return 1 if prompts == 1 and self.one_slot else size
 
     def of(self, left: int, *, few: bool) -> int:
-        """The next chunk's, of a prompt that has `left` tokens to read, among few prompts or many."""
+        """The length of the next chunk of a prompt with `left` unread tokens; `few`: it is one of few prompts."""
         return self.alone if few and 2 * left > self.alone else self.together
 
 
@@ -91,30 +91,30 @@ class Schedule:
     """The programs to enqueue in one round, in this order."""
 
     size: int  # slots of the batch
-    preempted: list[Group] = dataclasses.field(default_factory=list)  # who leaves; then nothing else is enqueued
-    sources: list[int] | None = None  # of each slot, the slot its group had before, −1 for none; None: nothing moves
+    preempted: list[Group] = dataclasses.field(default_factory=list)  # groups that leave; then nothing else is enqueued
+    sources: list[int] | None = None  # for each new slot, its group's old slot or −1; None: no group moves
     evicted: list[int] = dataclasses.field(default_factory=list)  # cache slots to be emptied
     joining: list[Group] = dataclasses.field(default_factory=list)
     prefill: list[list[Reading]] = dataclasses.field(default_factory=list)  # each list in one program
-    # Pages that these chunks fill, by their number in the prompt, and the cache slots that are to keep them.
+    # Pages that these chunks fill: group, number in the prompt, and the cache slot that will keep the page.
     stored: list[tuple[Group, int, int]] = dataclasses.field(default_factory=list)
-    cycle: bool = False  # whether a group is there that a cycle advances
+    cycle: bool = False  # whether a cycle follows, for the groups that have started
 
     @property
     def idle(self) -> bool:
-        """True where nothing will report later than what has been enqueued so far: time to read it all."""
+        """True if this round enqueues no program that reports: then all earlier reports are read."""
         return not self.prefill and not self.cycle
 
 
 class Scheduler:
-    """Queue and slots.
+    """The queue of waiting requests, and the groups in their slots.
 
     Args:
         sizes: slots of batches, ascending.
-        pages: that may be held at once.
+        pages: KV pages of the device, without the trash page.
         chunks: prompt tokens of a group that are prefilled between two cycles.
         cache: of prompts, with a cache slot for each of the pages, or none.
-        footprint: what groups take of the pages.
+        footprint: bounds on the pages of a group.
         optimistic: the rule of admission.
     """
 
@@ -130,14 +130,15 @@ class Scheduler:
     ) -> None:
         self.waiting = Rounds()
         self.groups: list[Group] = []  # in order of admission
-        self.ready: set[int] = set()  # sizes that programs exist for
-        self.lacking: list[Request] = []  # those that no compiled program could take in in the last round
+        self.ready: set[int] = set()  # batch sizes with compiled programs
+        self.lacking: list[Request] = []  # requests that waited in the last round for programs to be compiled
         self.sizes, self._pages, self.chunks = sizes, pages, chunks
         self.cache, self.free = cache, FreePages(pages)
         self._footprint, self._optimistic = footprint, optimistic
-        self._wary = False  # since a group was preempted none has ended
+        self._wary = False  # a group was preempted, and none has ended since
         self._size = 0
-        self._next: tuple[Request, list[bytes]] | None = None  # who is to be admitted next, and the keys of its pages
+        # The next request to be admitted, and the keys of its pages.
+        self._next: tuple[Request, list[bytes]] | None = None
 
     def __bool__(self) -> bool:
         """True while anything waits or runs."""
@@ -171,10 +172,10 @@ class Scheduler:
         self._size = 0
 
     def schedule(self, compiled: Callable[[list[Request]], list[int]] | None = None) -> Schedule:
-        """The next enqueueing. What it says to prefill counts as prefilled from now on.
+        """The next round. Chunks in it count as prefilled from now on.
 
-        `compiled` gives the sizes, ascending, for which there are programs that can run these requests together: one
-        that has none with those that run waits, and others are admitted before it. None: any is compiled when needed.
+        `compiled` maps requests to the batch sizes, ascending, whose compiled programs can run them together. A request
+        without such a program waits, and others are admitted before it. None: programs are compiled when needed.
         """
         if self._spare(self.groups) + self.cache.unused < 0:
             return Schedule(self._size, preempted=[] if self.free.unread else [self._preempt()])
@@ -203,37 +204,37 @@ class Scheduler:
         return Schedule(size, [], sources, evicted, joining, prefill, stored, bool(cycle))
 
     def mark(self) -> Mark:
-        """Marks a program that is enqueued now, for `free.report` of the number that it reports."""
+        """Marks the program that is enqueued now; `free.report` takes the mark with the program's report."""
         used = len(self.cache) - self.cache.unused
         return self.free.mark(used + sum(group.own_pages for group in self.groups), self.cache.unused)
 
     def _need(self, group: Group) -> int:
-        """Pages that the next cycle takes for it at most."""
+        """Upper bound on the pages that the group's next cycle takes."""
         request = group.request
         ragged = bool(request.params.control)
         return self._footprint.need(len(request.token_ids), request.limit, group.cycles, ragged=ragged)
 
     def _ceiling(self, group: Group, cycles: int) -> int:
-        """Pages that it names at most after so many cycles, beside the cached ones."""
+        """Upper bound on the group's pages after `cycles` cycles, beside the cached ones."""
         ceiling = self._footprint.ceiling(len(group.request.token_ids), group.request.limit, cycles)
         return min(ceiling, group.request.worst_case_pages) - len(group.held)
 
     def _spare(self, groups: Iterable[Group]) -> int:
-        """Pages that are left at least when these groups, and no others, have been through the next cycle.
+        """Lower bound on the pages that are free after the next cycle of these groups alone.
 
-        A result of 0 or more says that they suffice, not by how much. Those that only the cache keeps are not among
-        them. Groups that are not in their slots yet count with all that they take until then.
+        A result of 0 or more says that the pages suffice, not by how much. Pages that only the cache keeps do not count
+        as free. A group without a slot counts with all pages that it takes until the end of that cycle.
         """
         groups = list(groups)
         joining = sum(self._ceiling(group, 0) for group in groups if group.slot < 0)
         by_report = self.free.at_least - joining - sum(self._need(group) for group in groups)
-        if by_report >= 0:  # as most of the time: by how much they suffice does not matter
+        if by_report >= 0:  # the usual case
             return by_report
         by_ceiling = self._pages - len(self.cache) - sum(self._ceiling(group, group.cycles + 1) for group in groups)
         return max(by_report, by_ceiling)
 
     def _admit(self, compiled: Callable[[list[Request]], list[int]] | None) -> tuple[list[Group], list[int]]:
-        """Groups of those that come next and fit, without slots yet, and the cache slots that make room for all."""
+        """The next requests that fit, as groups without slots, and the cache slots to evict for them."""
         joining: list[Group] = []
         lacking: list[Request] = []
         for request in self.waiting:
@@ -258,13 +259,13 @@ class Scheduler:
         return joining, evicted
 
     def _fits(self, groups: Sequence[Group]) -> bool:
-        """True where these groups may run together, the cache given up but for what they use of it."""
+        """True if these groups may run together once all cached pages that they do not use are evicted."""
         worst, pages = sum(group.own_pages for group in groups), self._pages - len(self.cache) + self.cache.unused
         if worst <= pages:
             return True
         if not self._optimistic or self._wary:
             return False
-        return self.free.share * worst <= pages and self._spare(groups) + self.cache.unused >= 0
+        return self.free.utilization * worst <= pages and self._spare(groups) + self.cache.unused >= 0
 
     def _preempt(self) -> Group:
         """Takes the youngest group out of its slot and puts its request back, to be the next."""
@@ -275,12 +276,12 @@ class Scheduler:
         return group
 
     def _looked_up(self, request: Request) -> Group:
-        """The request as a group that holds what is cached of its prompt.
+        """The request as a group that holds the cached pages of its prompt.
 
-        Its prefill begins where a chunk may that an uncached prompt has too. Where chunks have one length, each token
-        is computed in the same place of the same program and comes out the same to the last bit. The last token is
-        computed in any case: what follows it is drawn from its logits. So is every token of a prompt that is to be
-        scored, as a page that is cached holds no log-probabilities: such a request takes nothing from the cache.
+        Its prefill starts at a chunk boundary of an uncached prompt. With chunks of one length, each token is then
+        computed at the same place of the same program, with the same bits. The last prompt token is always computed, as
+        the first new token is drawn from its logits. A request with `prompt_logprobs` uses no cached pages, as these
+        hold no log-probabilities.
         """
         if self._next is None or self._next[0] is not request:
             self._next = (request, self.cache.keys(request.token_ids))
@@ -301,10 +302,10 @@ class Scheduler:
                 yield group, page, cache_slot
 
     def _resize(self, count: int, compiled: Sequence[int]) -> tuple[int, list[int] | None]:
-        """The size for `count` groups. Where it changes, those that have slots move to the first ones.
+        """The batch size for `count` groups, and its `Schedule.sources`. On a change, groups move to the first slots.
 
-        It is the smallest of those that are `compiled`, of all where none of these is large enough. While groups run
-        the batch shrinks only to a size that is ready: what it saves is less than a compilation.
+        It is the smallest sufficient size in `compiled`, or of all sizes if none there suffices. While groups run, the
+        batch shrinks only to a size that is ready, since a smaller batch saves less than a compilation costs.
         """
         if not count:
             return self._size, None
