@@ -1,12 +1,12 @@
 """`AsyncLLM`: the engine under asyncio. One thread steps while event loops, one or several, serve readers.
 
-Readers and the thread meet in a queue of requests that arrive, and in the `LLM`'s list of those that nobody reads any
-more. The thread looks into both before every step, so coming and leaving wait for no step.
+Readers put new requests into a queue, and requests whose reader has left into a list of the `LLM`. The thread empties
+both before every step, so readers that come or leave do not wait for a step.
 
-What a step has for readers is handed out when the next one is enqueued: event loops and the thread share one
-interpreter, and loops find it free while the thread waits for the device, which waits for neither. It is handed out at
-once where a request has ended, where nothing is left to do, and where another thread waits for its turn of the engine.
-Programs are compiled in a thread of their own, so that none of this waits for them.
+The thread hands out the results of a step once the next step is enqueued: event loops and the thread share one
+interpreter, which is free while the thread waits for the device. Results are handed out at once if a request has ended,
+if nothing is left to do, or if another thread waits for the engine's lock. Another thread compiles programs, so that
+neither steps nor readers wait for a compilation.
 """
 
 from __future__ import annotations

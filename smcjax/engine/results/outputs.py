@@ -126,9 +126,9 @@ class RequestOutput:
     def __repr__(self) -> str:
         """A line: the request, how it was answered, and the text as far as 80 characters go."""
         answer = self.outputs[0]
-        said = f"error={short(self.error)}" if self.error is not None else f"text={short(answer.text)}"
+        result = f"error={short(self.error)}" if self.error is not None else f"text={short(answer.text)}"
         return (
-            f"RequestOutput(request_id={self.request_id!r}, decoding={self.decoding!r}, {said}, "
+            f"RequestOutput(request_id={self.request_id!r}, decoding={self.decoding!r}, {result}, "
             f"finish_reason={answer.finish_reason!r}, {len(answer.token_ids)} tokens)"
         )
 

@@ -1,15 +1,14 @@
-"""The text of an answer: what its tokens add to the text of its prompt. Results and streams have it from here.
+"""The text of an answer: what its tokens add to the text of its prompt. Results and streams use it.
 
-T(tokens) is the tokenizer's text of a whole sequence, in which special tokens and ids without a token are left out. The
-answer's text is T(prompt + answer) without the beginning that it shares with T(prompt). So a decoder that strips at the
-start of a text strips the prompt, and a character that begins in the prompt and is completed by the answer is the
-answer's.
+T(tokens) is the tokenizer's text of a whole sequence, without special tokens and ids that have no token. The answer's
+text is T(prompt + answer) without the prefix that it shares with T(prompt). So a tokenizer that strips the start of a
+text strips the prompt, and a character that begins in the prompt and is completed by the answer belongs to the answer.
 
-Decoders look at little of what lies before a token, so T is never taken of all of it but of a window:
+The text of a token depends on few tokens before it, so T is taken of a window of the last tokens:
 
-    start of the text   some strip there, or leave out a space: the window begins before text that is said already
+    start of the text   some tokenizers strip it, or leave out a space: the window begins before emitted text
     bytes               four tokens of a byte each may make one character: the window begins at least as far back
-    byte fallback       a run of byte tokens is one text, or replacements, as a whole: it waits until it has ended
+    byte fallback       a run of byte tokens becomes one text, or replacements, as a whole: it waits for the run's end
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from collections.abc import Iterable, Sequence
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 UNDECODED = "\ufffd"  # stands for bytes that are no character, or not yet
-BEHIND = 4  # characters that the window has of what is said: as many as a character has bytes
-LONGEST = 7  # tokens of a window that is left as it is
+BEHIND = 4  # characters of emitted text that the window keeps: the largest number of bytes of a character
+LONGEST = 7  # tokens; a longer window is shortened
 
 
 class AnswerText:
-    """Turns the tokens of an answer into text, one by one: how many come at once makes no difference."""
+    """Turns the tokens of an answer into text, one by one. The text does not depend on how they are batched."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        # The last tokens, and their text as far as it is the prompt's or is said.
+        # The last tokens, and the part of their text that belongs to the prompt or was emitted.
         self._window, self._known = _tail(tokenizer, prompt)
         self._run: list[int] = []  # byte tokens behind the window
         self._ends_open = False
 
     @property
     def open(self) -> bool:
-        """True where tokens have been fed whose text may depend on those to come."""
+        """True if the text of tokens fed so far may still depend on later tokens."""
         return bool(self._run) or self._ends_open
 
     def feed(self, token: int) -> str:
@@ -76,7 +75,7 @@ class AnswerText:
         return text[_shared(self._known, text) :]
 
     def _shorten(self) -> None:
-        """The window begins as late as it may. All of it but an open end is said."""
+        """Shortens the window as far as possible. All of its text has been emitted, but for an open end."""
         self._window, self._known = _tail(self._tokenizer, self._window)
         if self._ends_open:
             self._known = self._known.removesuffix(UNDECODED)
