@@ -6,7 +6,7 @@ A particle whose block of γ drafts is drawn from q is multiplied by w = ∏ p/q
     E_Q[w^β] = E_P[w^(β−1)] = E_P[∏_{i<j} (p/q)(x_i)^(β−1) · exp((β−1)·D_β(s_j)) · (the same of what follows x_j)]
 
 so a token's Rényi divergence D_β counts in the block's by the *tilt* ∏_{i<j} (p/q)(x_i)^(β−1) of what the block
-already holds. β = 2 is χ² itself; derivation and estimates: docs/how-to/tune-a-draft.md.
+already holds. β = 2 is χ² itself; derivation and estimates: docs/explanation/tuned-drafts.md.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from smcjax.pallas import active_implementation, implementations
 logger = logging.getLogger("smcjax")
 
 
-# XLA's option to leave bf16 products to cuBLAS: docs/explanation/kernels.md says which is faster where.
+# XLA's option to leave bf16 products to cuBLAS: dev/LOG.md says which is faster where.
 CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -309,7 +309,7 @@ def step_job(
     `sharded`: the `smcjax.engine.run.sharded_programs.ShardedPrograms` over several devices; None: one.
 
     On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
-    timing of single products does not see (docs/explanation/kernels.md). Int8 weights that XLA multiplies need Triton
+    timing of single products does not see (dev/LOG.md). Int8 weights that XLA multiplies need Triton
     to be converted on the way, products of a few rows are not faster without, and "xla" is XLA as it is by itself.
     """
     job = Job(function, (1,), (abstract(params), state, *others))

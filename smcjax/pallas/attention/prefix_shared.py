@@ -319,7 +319,7 @@ def _kernel(
             # zeroed in the buffer. With several tiles each warpgroup stores the same zeros.
             if lengths is not None:
                 online_softmax.clean(values, tasks, piece, lengths, interpret=interpret)
-            # O += P·V [64, D]; it ends before the next turn writes P's registers (docs/explanation/kernels.md).
+            # O += P·V [64, D]; it ends before the next turn writes P's registers (dev/LOG.md).
             softmax = softmax._replace(acc=product(softmax.acc, (p, values)))
             leave(v_buffer)
             return softmax, upcoming

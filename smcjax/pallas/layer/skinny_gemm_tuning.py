@@ -10,7 +10,7 @@ ROWS = 64  # of W that the tensor cores multiply at once
 DEPTH = 64  # columns of W and x that one product takes: 128 bytes, as they are swizzled
 EIGHT = 8  # rows that shared memory keeps together
 BESIDE = 4 << 10  # bytes of a block's shared memory for barriers and alignment
-# What an H200 was fastest with (docs/explanation/kernels.md): deeper rings take from other blocks, narrower tiles wait.
+# What an H200 was fastest with (dev/LOG.md): deeper rings take from other blocks, narrower tiles wait.
 MAX_W_ROWS = 128  # rows of W a step
 WIDEST = 256  # columns a step
 TILE_BYTES = 32 << 10  # of W a step

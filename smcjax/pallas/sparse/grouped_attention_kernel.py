@@ -326,7 +326,7 @@ def attend(
                 return online_softmax.between(scores, begins, ends, unit, shape.scale)
 
             # The condition is one scalar for the warpgroup, so this is a branch. Masking costs 470 of 1,150
-            # instructions between products in units of 8 (docs/explanation/kernels.md).
+            # instructions between products in units of 8 (dev/LOG.md).
             scores = lax.cond(is_everyones(now), lambda scores: scores, masked, scores)
             # The scale, which holds log2(e) as well, is applied here: masked scores are `MASKED` only after it.
             return online_softmax.advance(so_far, scores, jnp.exp2, scale=shape.scale)
@@ -432,7 +432,7 @@ def attend(
             # the ring before the product reads them.
             pl.when(jnp.logical_not(is_seen_whole(now)))(lambda: clean(values, now))
             # The last use of P's registers in this turn: products end before the next turn writes them
-            # (docs/explanation/kernels.md).
+            # (dev/LOG.md).
             softmax = softmax._replace(acc=product(softmax.acc, (p, values)))
             # As for keys: the product is done, and the loader of values may overwrite the buffer.
             plgpu.barrier_arrive(used.at[v_buffer])
