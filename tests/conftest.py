@@ -60,6 +60,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from smcjax.engine.run import programs  # noqa: E402
+from tests.first_cases import first_cases  # noqa: E402
 from tests.interpreted import hand_arrays_over  # noqa: E402
 from tests.lazily import Later, lazily  # noqa: E402
 from tests.memory import give_back, keep_free_memory  # noqa: E402
@@ -145,9 +146,8 @@ for patching, method, targets in (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of which tests run: by default the first case of each, and all cases of files or tests that are named."""
+    """Adds the option for all cases; without it the first case of each test runs, unless tests are named."""
     parser.addoption("--all", action="store_true", help="run all cases of all tests")
-    parser.addoption("--rest", action="store_true", help="run what is left out where no option and no test is named")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -160,22 +160,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Says which tests run."""
-    if config.option.rest:
-        return "smcjax: the cases that `pytest` leaves out"
     return f"smcjax: {'all cases' if config.option.all else 'the first case of each test, but slow ones; --all: all'}"
-
-
-def _chosen(config: pytest.Config, items: list[pytest.Item]) -> list[bool]:
-    """Marks the tests that run: the first case of each function but slow ones, the rest, or all."""
-    if config.option.all and not config.option.rest:
-        return [True] * len(items)
-    known: set[str] = set()
-    first = []
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        first.append(function not in known and not item.get_closest_marker("slow"))
-        known.add(function)
-    return [quick is not config.option.rest for quick in first]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -183,9 +168,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A worker takes a file at a time; were a long one left for the end, the other worker would have nothing beside it.
     """
-    chosen = _chosen(config, items)
-    config.hook.pytest_deselected(items=[item for item, runs in zip(items, chosen, strict=True) if not runs])
-    items[:] = [item for item, runs in zip(items, chosen, strict=True) if runs]
+    if not config.option.all:
+        first = first_cases(items)
+        config.hook.pytest_deselected(items=list(set(items) - set(first)))
+        items[:] = first
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if any(device.platform == "gpu" for device in jax.devices()):
