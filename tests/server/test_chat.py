@@ -84,6 +84,7 @@ def test_chunks_make_up_the_reply(client: openai.OpenAI, choices: int) -> None:
         "logprobs": True,
         "top_logprobs": 2,
     }
+    client.chat.completions.create(**fields)  # from now on the prompt's pages are cached, which usage says
     reply = client.chat.completions.create(**fields)
     chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
     assert len({(chunk.id, chunk.model, chunk.created) for chunk in chunks}) == 1
