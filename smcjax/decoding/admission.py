@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.aux_hidden_states import aux_hidden_states_of, fused, write_features
 from smcjax.decoding.constraints import beginning_states
-from smcjax.decoding.features import aux_hidden_states_of, fused, write_features
 from smcjax.decoding.groups import Groups, Memory, PairParams
 from smcjax.decoding.prefill import chunk_view, leaders_of, prefill_chunk
 from smcjax.decoding.program import Program, by_implementation

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from smcjax.decoding.aux_hidden_states import aux_hidden_states_of, fused, write_features
 from smcjax.decoding.cycle_view import pages_at, reserve, view_of, written_once
 from smcjax.decoding.distribution import SamplingDistribution
-from smcjax.decoding.features import aux_hidden_states_of, fused, write_features
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program
 from smcjax.decoding.proposer import Drafts, TreeProposer
