@@ -152,10 +152,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """All cases run of tests that are named by path, marker or keyword. Workers are told what this process finds."""
-    if not hasattr(config, "workerinput"):
+    """All cases run of tests that are named by path, marker or keyword. A worker takes what the first process found."""
+    if hasattr(config, "workerinput"):
+        config.option.all = config.workerinput["all_cases"]
+    else:
         named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
         config.option.all |= bool(named or config.option.markexpr or config.option.keyword)
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker which cases run: it sees the command line, and not what `pytest_configure` made of it."""
+    node.workerinput["all_cases"] = node.config.option.all
 
 
 def pytest_report_header(config: pytest.Config) -> str:
