@@ -111,27 +111,34 @@ def _compressed_tensors(outer: HFKeys) -> Storage:
         group.raw("input_activations")
         if group.raw("format", kind) != kind:
             raise group.refusal("format", _READ)
-        weights = group.inner("weights")
-        block: tuple[int | None, int | None] = (1, None)
-        if float8:
-            _require(weights, {**_WEIGHTS, "type": "float", "strategy": weights.raw("strategy")})
-            if weights.raw("strategy") == "tensor":
-                block = (None, None)
-            elif weights.raw("strategy") == "block":
-                block = _block(weights, "block_structure")
-            elif weights.raw("strategy") != "channel":
-                raise weights.refusal("strategy", _READ)
-        else:
-            _require(weights, _WEIGHTS)
-            _refuse(weights, "block_structure")
-        _refuse(weights, "actorder", "group_size")
-        _skip(weights, "block_structure", *_NO_SAY)
-        for inner in (weights, group):
-            inner.refuse_unknown()
-        found.add(Storage(FLOAT8 if float8 else INT8, block))
+        found.add(_weights(group.inner("weights"), float8))
+        group.refuse_unknown()
     if len(found) > 1:
         raise outer.refusal("config_groups", _READ)
     return found.pop()
+
+
+def _weights(keys: HFKeys, float8: bool) -> Storage:
+    """The storage that a group's "weights" say; int8 has a scale a row alone."""
+    if not float8:
+        _require(keys, _WEIGHTS)
+        _refuse(keys, "block_structure")
+        found = Storage(INT8)
+    else:
+        _require(keys, {**{key: _WEIGHTS[key] for key in _WEIGHTS if key != "strategy"}, "type": "float"})
+        strategy = keys.raw("strategy")
+        if strategy == "channel":
+            found = Storage(FLOAT8)
+        elif strategy == "tensor":
+            found = Storage(FLOAT8, (None, None))
+        elif strategy == "block":
+            found = Storage(FLOAT8, _block(keys, "block_structure"))
+        else:
+            raise keys.refusal("strategy", _READ)
+    _refuse(keys, "actorder", "group_size")
+    _skip(keys, "block_structure", *_NO_SAY)
+    keys.refuse_unknown()
+    return found
 
 
 def _block(keys: HFKeys, name: str) -> tuple[int, int]:

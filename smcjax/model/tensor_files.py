@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,11 +77,16 @@ class TensorFile:
 
     def _float8(self, name: str) -> np.ndarray:
         """The tensor mapped from the file, since safetensors asks NumPy for a dtype that it has not."""
+        stored = np.memmap(self.path, np.uint8, "r", self._places[name], self.shapes[name])
+        return stored.view(ml_dtypes.float8_e4m3fn)
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        """The byte of the file at which each tensor begins, read once: a matrix is read some rows at a time."""
         with open(self.path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            begin, _ = json.loads(file.read(size))[name]["data_offsets"]
-        stored = np.memmap(self.path, np.uint8, "r", 8 + size + begin, self.shapes[name])
-        return stored.view(ml_dtypes.float8_e4m3fn)
+            header = json.loads(file.read(size))
+        return {name: 8 + size + header[name]["data_offsets"][0] for name in self.shapes}
 
     def require(self, name: str, *dtypes: str) -> None:
         if self.dtype(name) not in dtypes:
