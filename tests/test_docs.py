@@ -28,7 +28,7 @@ FILE = re.compile(r"`((?:smcjax|tests|scripts|studies|examples|docs)/[\w./-]*)`"
 
 
 def anchors(text: str) -> set[str]:
-    """What links to a page may name behind #: its headings, as the site and GitHub write them."""
+    """Returns the names that links to a page may have behind #: its headings, as the site and GitHub write them."""
     headings = re.findall(r"^#+ +(.*)$", CODE.sub("", text), re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in plain}
@@ -133,5 +133,5 @@ def test_a_long_sentence_is_seen() -> None:
 
 
 def test_pages_are_few_words() -> None:
-    """What does not fit belongs into dev/LOG.md, or nowhere."""
+    """The limit moves trials to dev/LOG.md."""
     assert sum(len(page.read_text().split()) for page in PAGES) <= MAX_WORDS

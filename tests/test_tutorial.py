@@ -23,7 +23,7 @@ MAX_WORDS, MAX_Z = 900, 4.0
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[dict[str, Any]]:
-    """What the code leaves behind, run cell by cell as in a notebook; `figures` are those that it drew."""
+    """Runs the code cell by cell, and returns its variables; `figures` are those that it drew."""
     before = mpl.get_backend()
     mpl.use("Agg")
     from matplotlib import pyplot

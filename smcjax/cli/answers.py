@@ -135,7 +135,7 @@ class Doubt:
 
 
 def _reason(output: RequestOutput) -> str | None:
-    """What about an answer is not as with word problems, if anything, and the least that is usual."""
+    """Says by what an answer differs from those of word problems, and what they have at least; None if it does not."""
     if output.smc is not None and output.smc.control:
         brought = yield_of_cycles(output)
         few = brought is not None and brought < FEW

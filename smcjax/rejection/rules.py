@@ -26,7 +26,7 @@ from smcjax.trees import DraftTree
 
 
 class Verification(NamedTuple):
-    """What was accepted of one request's drafts."""
+    """The drafts of one request that were accepted."""
 
     candidate: Int[Array, ""]  # the row that was accepted along
     accepted: Int[Array, ""]  # of its drafts, from the first

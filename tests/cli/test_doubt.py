@@ -30,7 +30,7 @@ def test_a_prompt_of_another_kind_is_doubted(smcjax: Command, tmp_path: Path) ->
 
 
 def answer(tokens: int, cycles: int, gamma: int, control: float | None = 0.1, evidence: float = 0.0) -> Any:
-    """What is looked at of an answer by a population of two."""
+    """Makes the part of an output that a doubt reads, of a population of two."""
     metrics = SimpleNamespace(generated_tokens=tokens, cycles=cycles, drafted=2 * gamma * cycles)
     smc = SimpleNamespace(control=control, log_evidence=evidence, particles=[0, 1])
     return SimpleNamespace(metrics=metrics, smc=smc)

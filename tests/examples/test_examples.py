@@ -14,7 +14,7 @@ RIGHT = "#### 5"
 
 
 def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the example prints when Python runs it."""
+    """Runs the example as Python does, and returns what it prints."""
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out
 

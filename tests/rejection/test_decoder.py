@@ -27,7 +27,7 @@ from tests.smc.reference import language_model
 
 GOLDEN = Path(__file__).parents[1] / "data" / "hf_golden"
 V, MAX_MODEL_LEN = 4, 24
-SLOTS, WIDTH = 36, 8  # of every batch that `decode` makes: one program for all, in which many slots hold nobody
+SLOTS, WIDTH = 36, 8  # of every batch that `decode` makes: one program for all, in which many slots are empty
 PAIR = tiny_pair(V, target_layers=1)
 AFTER = language_model(PAIR.target, PAIR.params.target, MAX_MODEL_LEN)
 DECODINGS = [

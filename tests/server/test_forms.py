@@ -42,7 +42,7 @@ def test_a_schema_by_openais_own_field(client: openai.OpenAI, model: str) -> Non
 
 
 class Thing(pydantic.BaseModel):
-    """What `parse` asks for by its schema, and makes of the answer."""
+    """A model whose schema `parse` sends, and whose instance it makes of the answer."""
 
     a: bool
 
