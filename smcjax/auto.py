@@ -61,6 +61,11 @@ class Routed:
 
     smc: SMC = dataclasses.field(default_factory=SMC)
 
+    @property
+    def power(self) -> float:
+        """α, the exponent of the target distribution."""
+        return self.smc.power
+
     def choose(self, *, has_draft: bool, deterministic_drafts: bool = False) -> tuple[Decoding, ...]:
         """The decoders: the first answers what it can, the second, if there is one, the rest."""
         if not has_draft:
@@ -112,6 +117,7 @@ class Auto:
     name: ClassVar[str] = "auto"
     drafts: ClassVar[bool] = True  # where there is a draft
     weighted: ClassVar[bool] = True  # where a population is asked for
+    rows_argument: ClassVar[str | None] = "n_particles"
 
     n_particles: int | None = None
     gamma: int | None = None

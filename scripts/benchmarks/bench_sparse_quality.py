@@ -16,6 +16,7 @@ come.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from typing import Any
 import jax
 
 from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams, SparseVerification
-from smcjax.cli.options import check_output, refresh_schedule
+from smcjax.cli.options import check_output
 from smcjax.decoders import Decoding
 from smcjax.markdown import table
 from smcjax.sparse.verification import MODES, Mode
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--groups", type=int, nargs="+", default=[4], help="C, queries that read together (4)")
     parser.add_argument(
         "--refreshes",
-        type=refresh_schedule,
+        type=ast.literal_eval,
         nargs="+",
         default=[1, 2],
         metavar="R",

@@ -15,6 +15,7 @@ drafts are looked up, launch by launch: what is between two `swiglu` is a layer.
 
 from __future__ import annotations
 
+import ast
 import collections
 import dataclasses
 import os
@@ -33,7 +34,6 @@ from profile_cycle import cycle_parser
 
 from smcjax import rejection, smc
 from smcjax.bench.models import Models
-from smcjax.cli.options import refresh_schedule
 from smcjax.decoders import Rejection
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGram
@@ -69,9 +69,9 @@ def main() -> None:
     parser.add_argument("--sparse", action="store_true", help="rejection over a sparse target instead of SMC")
     parser.add_argument(
         "--refresh",
-        type=refresh_schedule,
+        type=ast.literal_eval,
         metavar="R",
-        help="with --sparse: spacing of the layers that select, or 1 or 0 for each, as 1,0,1 (1: all)",
+        help="with --sparse: spacing of the layers that select, or a flag for each, as (True,False) (1: all)",
     )
     parser.add_argument("--list", action="store_true", help="print all launches outside loops, in order")
     args = parser.parse_args()

@@ -9,19 +9,17 @@ of a CPU's cores together, to which other work beside does not add.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from smcjax.bench.accuracy import Evaluation, evaluate
-from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.engine.llm import LLM
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.markdown import table
 from smcjax.model.hub import bundled_model
-from smcjax.sparse.verification import SparseVerification
 from smcjax.tasks.intervals import clustered_difference_interval
 from smcjax.tasks.questions import Question
 
@@ -50,44 +48,18 @@ class Contender:
         return {"model": target, "draft_model": draft if self.decoding.drafts else None}
 
 
-def contenders(
-    particles: Sequence[int],
-    gammas: Sequence[int],
-    candidates: Sequence[int],
-    tree: Sequence[int] | None = None,
-    sparse: SparseVerification | None = None,
-    approximate: bool = False,
-    controls: Sequence[float] = (0.0,),
-    answers: Sequence[int] = (),
-    early_ends: bool = False,
-) -> list[Contender]:
-    """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders,
-    the majority of several exact `answers`, and SMC of N particles under each control.
+def contenders(decodings: Sequence[Decoding], answers: Sequence[int] = ()) -> list[Contender]:
+    """The target alone, first; the draft alone; then these, a rejection followed by the majority of several `answers`.
 
-    With `early_ends` SMC under a control decodes with early ends as well.
-
-    All verify by `sparse`, whose schedule the target alone has too; `approximate` is SMC's.
+    The target alone selects blocks by the schedule of the first decoder that has one.
     """
-    alone = Autoregressive(None if sparse is None else sparse.of_single_queries)
+    schedules = (one.speculation.sparse.of_single_queries for one in decodings if one.speculation.sparse is not None)
+    alone = Autoregressive(next((schedule for schedule in schedules if schedule is not None), None))
     result = [Contender(TARGET, alone), Contender(DRAFT, Autoregressive(), of_draft=True)]
-    by: dict[str, Any] = {"sparse": sparse}
-    if tree is not None:
-        result.append(Contender(f"rejection, tree {' '.join(map(str, tree))}", Rejection(tree=tuple(tree), **by)))
-    for gamma in gammas:
-        result.append(Contender(f"rejection, K={gamma}", Rejection(gamma, **by)))
-        result += [
-            Contender(f"rejection, {n} candidates, K={gamma}", Rejection(gamma, n_candidates=n, **by))
-            for n in candidates
-        ]
-        result += [
-            Contender(f"majority of {n} exact answers, K={gamma}", Rejection(gamma, **by), answers=n) for n in answers
-        ]
-        for n, control in itertools.product(particles, controls):
-            smc = SMC(n_particles=n, gamma=gamma, control=control, approximate=approximate, **by)
-            name = f"SMC, N={n}, K={gamma}" + (f", control {control:g}" if control else "")
-            result.append(Contender(name, smc))
-            if early_ends:
-                result.append(Contender(f"{name}, early end", dataclasses.replace(smc, early_end=True)))
+    for one in decodings:
+        result.append(Contender(str(one), one))
+        if isinstance(one, Rejection):
+            result += [Contender(f"majority of {n} answers of {one}", one, answers=n) for n in answers]
     return result
 
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 import smcjax
-from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.engine.engine import Engine
 from smcjax.engine.llm import LLM
 from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
@@ -32,7 +32,6 @@ from smcjax.engine.requests.requests import Prompt
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.run.memory import buckets
 from smcjax.planner import Cell, Measured, Profile
-from smcjax.sparse.verification import SparseVerification
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds that pass, and those of this process's cores
 WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then record the graph
@@ -77,30 +76,11 @@ class Plan:
         return (2 * WARMUP + self.windows * self.cycles + 2) * width
 
 
-def strategies(
-    *,
-    gammas: Sequence[int],
-    candidates: Sequence[int],
-    particles: Sequence[int] = (),
-    controls: Sequence[float] = (0.0,),
-    tree: Sequence[int] | None = None,
-    sparse: Sequence[SparseVerification | None] = (None,),
-    has_draft: bool = True,
-) -> tuple[Decoding, ...]:
-    """The target alone; rejection for each K, number of candidates and way to verify; along a tree; SMC.
-
-    The target alone is there once for each schedule of `sparse`. SMC verifies by those that are not approximate.
-    """
-    found: list[Decoding] = [Autoregressive(None if one is None else one.of_single_queries) for one in sparse]
-    if has_draft:
-        for one, gamma, count in itertools.product(sparse, gammas, candidates):
-            found.append(Rejection(gamma, n_candidates=count, sparse=one))
-        if tree is not None:
-            found += [Rejection(tree=tuple(tree), sparse=one) for one in sparse]
-        for one, gamma, count, control in itertools.product(sparse, gammas, particles, controls):
-            if one is None or one.precision != "approximate":
-                found.append(SMC(count, gamma, control=control, sparse=one))
-    return tuple(dict.fromkeys(found))
+def strategies(decodings: Sequence[Decoding]) -> tuple[Decoding, ...]:
+    """The target alone, once for each schedule by which these decoders' layers select blocks, and then these."""
+    sparse = dict.fromkeys(one.speculation.sparse for one in decodings) or {None: None}
+    alone = (Autoregressive(None if one is None else one.of_single_queries) for one in sparse)
+    return tuple(dict.fromkeys([*alone, *decodings]))
 
 
 class _OutOfBudget(Exception):

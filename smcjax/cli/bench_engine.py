@@ -18,7 +18,6 @@ from smcjax.cli.bench_options import (
     BATCH,
     COUNT,
     CYCLES,
-    DRAFTS,
     LENGTH,
     ROWS,
     add_shape_options,
@@ -28,18 +27,24 @@ from smcjax.cli.bench_options import (
 )
 from smcjax.cli.options import (
     add_debug_option,
-    add_sparse_options,
     add_task_options,
     check_task,
+    one_decoder,
     shows_progress,
-    sparse_from,
 )
-from smcjax.cli.parser import above, share, whole
-from smcjax.decoders import DECODINGS
+from smcjax.cli.parser import above, whole
+from smcjax.decoders import DECODINGS, SMC, Rejection
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from smcjax.bench.engine import Overhead
+
+
+# What `bench decoders` compares where nothing is named.
+USUAL = (
+    *(Rejection(4), Rejection(4, n_candidates=8)),
+    *(SMC(n_particles=2, gamma=4, control=0), SMC(n_particles=8, gamma=4, control=0)),
+)
 
 
 def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
@@ -75,22 +80,26 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders.add_argument("-n", "--num-problems", type=COUNT, default=200, help="problems (200)")
     decoders.add_argument("--seed", type=whole(0, MAX_SEED), default=7, help="of problems and all randomness (7)")
     decoders.add_argument("--temperature", type=float, default=0.7, help="0.7")
-    decoders.add_argument("--particles", type=ROWS, nargs="*", default=[2, 8], metavar="N", help="of SMC (2 8)")
     decoders.add_argument(
-        "--controls", type=share, nargs="+", default=[0.0], metavar="C", help="of SMC, each from 0 to 1 (0)"
+        "--decoding",
+        type=one_decoder,
+        action="append",
+        metavar="DECODER",
+        help="one beside the target and the draft alone, as 'SMC(n_particles=2, gamma=4)'; repeatable (rejection with "
+        "1 and 8 candidates, SMC at control 0 with 2 and 8 particles, K=4)",
     )
-    decoders.add_argument("--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection (8)")
     decoders.add_argument(
-        "--answers", type=ROWS, nargs="*", default=[], metavar="N", help="exact ones, whose majority counts (none)"
+        "--answers",
+        type=ROWS,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="of a rejection, whose majority counts (none)",
     )
-    decoders.add_argument("--early-ends", action="store_true", help="SMC with early ends too")
-    decoders.add_argument("--tree", type=int, nargs="+", metavar="N", help="rejection along a tree: children per depth")
-    decoders.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
     decoders.add_argument("--max-num-seqs", type=BATCH, default=16, help="requests at once (16)")
     decoders.add_argument("--max-model-len", type=whole(2, 1 << 20), help="prompt and answer (320, or --context)")
     decoders.add_argument("--plot", metavar="FILE", help="accuracy over cost: .svg, .png or .pdf")
     decoders.add_argument("--json", action="store_true", help="one JSON line a decoder last")
-    add_sparse_options(decoders)
     add_debug_option(decoders)
     decoders.set_defaults(run=run_decoders)
 
@@ -178,46 +187,30 @@ def run_decoders(args: argparse.Namespace) -> int:
     """Answers the same problems with every decoder; a table, a plot and JSON lines on request."""
     check_plot(args)
     SamplingParams(temperature=args.temperature)
-    if args.temperature == 0 and args.particles:
-        raise ValueError("--temperature is 0, which SMC does not decode; give --particles no numbers.")
     check_task(args)
     if (args.model is None) != (args.draft_model is None):
         raise ValueError("--model and --draft-model go together; give both, or neither for the bundled pair.")
-    sparse = sparse_from(args)
-    if sparse is not None and args.model is None:
-        raise ValueError(
-            f"--model must be a sparse target to verify by {sparse}, and the bundled one is not; give one."
-        )
-
-    if args.approximate and (not args.particles or sparse is None or sparse.precision != "approximate"):
-        raise ValueError(
-            "--approximate is about SMC in a shared --sparse-mode, and there is none; leave it out, or give "
-            "--particles and such a mode."
-        )
+    decodings = args.decoding or USUAL
+    for decoding in decodings:
+        decoding.check(SamplingParams(temperature=args.temperature))
 
     from smcjax.bench.decoders import compare, contenders, markdown
     from smcjax.decoding.ngram import NGRAM
     from smcjax.model.checkpoint import load_config, resolve_model_path
     from smcjax.model.eagle_files import is_eagle
+    from smcjax.model.hub import bundled_model
     from smcjax.tasks.questions import LONGEST_ANSWER, questions
 
-    if sparse is not None:
-        sparse.check(load_config(resolve_model_path(args.model)).selecting.values())
+    chosen = contenders(decodings, args.answers)
+    target = bundled_model("target") if args.model is None else resolve_model_path(args.model)
+    selecting = load_config(target).selecting.values()
+    for one in chosen:
+        if one.decoding.speculation.sparse is not None:
+            one.decoding.speculation.sparse.check(selecting)
 
     def on_result(row: dict[str, Any]) -> None:
         print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
 
-    chosen = contenders(
-        args.particles,
-        args.gammas,
-        args.candidates,
-        args.tree,
-        sparse,
-        bool(args.approximate),
-        args.controls,
-        args.answers,
-        args.early_ends,
-    )
     # An EAGLE-3 head and looked-up drafts say nothing without the target.
     if args.draft_model == NGRAM or (args.draft_model and is_eagle(resolve_model_path(args.draft_model))):
         chosen = [one for one in chosen if not one.of_draft]

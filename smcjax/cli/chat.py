@@ -68,17 +68,17 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--model must have a tokenizer with a chat template, got {args.model}; use smcjax generate."
             )
-        return _Conversation(args, llm, params).run()
+        return _Conversation(args, llm, params, getattr(decoding, "power", 1.0)).run()
 
 
 class _Conversation:
     """Keeps what was said so far, and by whom."""
 
-    def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams) -> None:
+    def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams, power: float) -> None:
         self._llm, self._params = llm, params
         self._options, self._quiet = vars(args).keys(), args.quiet
         self._interactive = sys.stdin.isatty()
-        self._doubt = Doubt(bundled=args.model is None, power=args.power or 1.0)
+        self._doubt = Doubt(bundled=args.model is None, power=power)
         self._messages: list[dict[str, str]] = []
 
     def run(self) -> int:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from smcjax.auto import CHOICES, Choice
+from smcjax.auto import Choice
 from smcjax.cli.answers import Doubt, answer, summary
 from smcjax.cli.batch import answer_lines, read_lines, write_results
 from smcjax.cli.form_options import add_form_options, check_form, form_from
@@ -29,6 +29,7 @@ from smcjax.cli.options import (
 )
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_prompt, read_prompt_file, stdin_is_piped
+from smcjax.decoders.written import Written
 from smcjax.engine.requests.sampling_params import MAX_SEED
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(summary(output), file=sys.stderr)
         # The evidence of an answer with a form is the form's.
-        Doubt(bundled=args.model is None and params.expression is None, power=args.power or 1.0).consider(output)
+        Doubt(bundled=args.model is None and params.expression is None, power=getattr(decoding, "power", 1.0)).consider(
+            output
+        )
     if args.trace is not None:
         from smcjax.viz.trace_file import save_trace
 
@@ -115,7 +118,7 @@ def _run_lines(args: argparse.Namespace, decoding: Choice, params: SamplingParam
     if not args.quiet:
         tokens = sum(output.metrics.generated_tokens for output in outputs)
         print(f"[{len(outputs)} requests · {tokens} tokens · {len(failed)} failed]", file=sys.stderr)
-        doubt = Doubt(bundled=args.model is None, power=args.power or 1.0)
+        doubt = Doubt(bundled=args.model is None, power=getattr(decoding, "power", 1.0))
         for line, output in zip(lines, outputs, strict=True):
             if line.params.expression is None:
                 doubt.consider(output, f"the prompt of line {line.number}")
@@ -146,8 +149,8 @@ def _prompt(args: argparse.Namespace) -> str:
     return read_prompt() if args.prompt in (None, "-") else args.prompt
 
 
-def _check_trace(path: str, decoding: str | None) -> None:
+def _check_trace(path: str, decoding: Written | None) -> None:
     """Refuses what would fail only after the answer has been generated."""
-    if decoding is not None and not CHOICES[decoding].weighted:
-        raise ValueError(f"--trace needs a population, got --decoding {decoding}; leave one of them out.")
+    if decoding is not None and not decoding.kind.weighted:
+        raise ValueError(f"--trace needs a population, got --decoding {decoding.kind.name}; leave one of them out.")
     check_output("--trace", path)

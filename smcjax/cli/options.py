@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import os
 import stat
 import sys
@@ -12,52 +13,33 @@ from typing import Any
 
 from smcjax.auto import CHOICES, Auto, Choice, Routed, gives_draft
 from smcjax.cli.parser import text, whole
-from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, SMC
+from smcjax.decoders import DECODINGS, SMC, Decoding
+from smcjax.decoders.written import Written, read_decoder
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
-from smcjax.sparse.verification import MODES, SparseVerification
 from smcjax.tasks.questions import TASKS
-from smcjax.trees import ORDERS
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("int8",)
 ADMISSIONS = ("worst_case", "optimistic")
-# Options of each decoder, by the names of its fields.
-OPTIONS: dict[str, dict[str, str]] = {
-    "smc": {
-        name: name
-        for name in (
-            *("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select"),
-            *("control", "early_end", "pipelined", "approximate"),
-        )
-    },
-    "rejection": {
-        "n_particles": "n_candidates",
-        "gamma": "gamma",
-        "draft_temperature": "draft_temperature",
-        "tree": "tree",
-        "siblings": "siblings",
-        "tree_order": "order",
-    },
-    "autoregressive": {},
-    "auto": {name: name for name in ("n_particles", "gamma", "power", "select", "control")},
-}
-# Fields of SparseVerification.
-SPARSE = {"sparse_mode": "mode", "sparse_group": "group", "sparse_order": "order", "refresh": "schedule"}
+# Short spellings of a decoder's options; `rows` is the one that its class has for the number of its rows.
+SHORT = ("n_particles", "gamma", "power", "control")
 
 
-def refresh_schedule(text: str) -> int | tuple[bool, ...]:
-    """The type of an option that says which sparse layers select: their spacing, or 1 or 0 for each layer, as 1,0,1."""
-    flags = text.split(",")
-    if flags[0] == "1" and len(flags) > 1 and {"0", "1"}.issuperset(flags):
-        return tuple(flag == "1" for flag in flags)
+def decoder(text: str) -> Written:
+    """The type of an option that takes a decoder: its name, or as in Python, `SMC(early_end=True)`."""
     try:
-        return whole(1, 1 << 20)(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            "must be a spacing of at least 1, or 1 or 0 for each sparse layer with 1 for the first, as 1,0,1, "
-            f"got {text if len(text) <= 40 else text[:39] + '…'}"
-        ) from None
+        return read_decoder(text, CHOICES)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def one_decoder(text: str) -> Decoding:
+    """The type of an option that takes one more decoder, with all its options; "auto" is none."""
+    try:
+        return read_decoder(text, DECODINGS).make()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
 
 
 def check_output(option: str, path: str) -> None:
@@ -85,10 +67,11 @@ def check_output(option: str, path: str) -> None:
 def check_models(args: argparse.Namespace) -> None:
     """Raises ValueError for half a pair, CheckpointError for a path that leads nowhere, before anything is loaded."""
     given = {"--model": args.model, "--draft-model": args.draft_model}
-    needed = [option for option in given if option == "--model" or CHOICES[args.decoding or "smc"].drafts]
+    named = None if args.decoding is None else args.decoding.kind
+    needed = [option for option in given if option == "--model" or (named or SMC).drafts]
     if args.draft_model == "ngram":  # which goes with any model
         needed = ["--model"]
-    if args.decoding in (None, "auto") and args.draft_model is None:  # which may do without
+    if named in (None, Auto) and args.draft_model is None:  # which may do without
         needed = ["--model"]
     if args.draft_drop_layers is not None and args.draft_model is None:  # the draft is made of the target
         needed = ["--model"]
@@ -176,63 +159,22 @@ def add_decoding_options(
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--decoding",
-        choices=CHOICES,
-        help="default: smc where it can honour a request, else rejection, without a draft the target alone; one that "
-        "is named answers all or refuses; auto: exact, unless -N, --power, --select, --control or --trace asks for a "
-        "population",
+        type=decoder,
+        metavar="DECODER",
+        help="smc, rejection, autoregressive or auto, or one with options as in Python: 'SMC(early_end=True)' "
+        "(default: smc where it can honour a request, else rejection, without a draft the target alone; one that is "
+        "named answers all or refuses; auto: exact, unless a population is asked for)",
     )
     group.add_argument("--profile", metavar="FILE", help=profile)
     group.add_argument("-N", "--n-particles", type=int, help="particles (8); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
-    group.add_argument(
-        "--tree",
-        type=int,
-        nargs="+",
-        metavar="NUMBER",
-        help="of rejection: children per depth, or every node's parent from -1 on (default: a chain of K)",
-    )
-    group.add_argument("--siblings", choices=SIBLINGS, help="of a tree's nodes (sampled)")
-    group.add_argument("--tree-order", choices=ORDERS, help="of a tree's nodes in the target's forward (bfs)")
     group.add_argument("--power", type=float, help="exponent of the target distribution (1)")
-    group.add_argument("--draft-temperature", type=float, help="default: the request's temperature")
-    group.add_argument("--ess-threshold", type=float, help="resample when ESS < threshold x N (0.5)")
-    group.add_argument("--resampling", choices=SCHEMES, help="(systematic)")
     group.add_argument(
         "--control",
         type=float,
         help="of SMC: 0 keeps all drafts, 1 samples each particle exactly, rejecting some (0.1; pipelined: 0)",
     )
-    group.add_argument(
-        "--early-end", action="store_const", const=True, help="of SMC: do not wait for the longest particle (wait)"
-    )
-    group.add_argument(
-        "--pipelined",
-        action="store_const",
-        const=True,
-        help="of SMC: draft each block while the one before it is scored (wait)",
-    )
-    group.add_argument("--select", choices=SELECTIONS, help="the particle that answers (sample)")
-    parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})
-    add_sparse_options(parser)
-
-
-def add_sparse_options(parser: argparse.ArgumentParser) -> None:
-    """Declares how a target with Native Sparse Attention verifies."""
-    group = parser.add_argument_group("verification by a sparse target")
-    group.add_argument(
-        "--sparse-mode", choices=MODES, help="how queries read selected blocks (merged by kernels, else per_query)"
-    )
-    group.add_argument("--sparse-group", type=int, metavar="C", help="queries that read together (4)")
-    group.add_argument("--sparse-order", choices=ORDERS, help="in which queries are neighbours (bfs)")
-    group.add_argument(
-        "--refresh",
-        type=refresh_schedule,
-        metavar="R",
-        help="spacing of the sparse layers that select blocks anew, or 1 or 0 for each, as 1,0,1 (1: all)",
-    )
-    group.add_argument(
-        "--approximate", action="store_const", const=True, help="of smc: allow modes that share blocks (no)"
-    )
+    parser.set_defaults(default_gamma=gamma)
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -313,15 +255,15 @@ def sampling_from(
     return params
 
 
-def sparse_from(args: argparse.Namespace) -> SparseVerification | None:
-    """Returns the choice of `add_sparse_options`, None without one; raises ValueError for one that makes no sense."""
-    given = {field: getattr(args, name) for name, field in SPARSE.items() if getattr(args, name) is not None}
-    return SparseVerification(**given) if given else None
-
-
 def has_draft(args: argparse.Namespace) -> bool:
     """True where the options give a draft."""
     return gives_draft(args.model, args.draft_model, args.draft_drop_layers)
+
+
+def _field(kind: type[Decoding | Auto], option: str) -> str | None:
+    """The argument of a decoder's class that a short spelling stands for; None where it has none."""
+    field = kind.rows_argument if option == "n_particles" else option
+    return field if field in inspect.signature(kind).parameters else None
 
 
 def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profile: bool = False) -> Choice:
@@ -330,37 +272,36 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profi
     Where none is named it is `Routed`, but for a `trace`, which SMC alone has. `beside_profile` says that a profile is
     for further decoders, so that it may go with any.
     """
-    named = args.decoding or SMC.name
-    fields = OPTIONS[named]
-    if args.profile is not None and named != Auto.name and not beside_profile:
-        raise ValueError(f"--profile is an option of --decoding auto, got --decoding {named}; leave it out.")
+    written: Written = args.decoding or Written(SMC, {})
+    name = written.kind.name
+    if args.profile is not None and written.kind is not Auto and not beside_profile:
+        raise ValueError(f"--profile is an option of --decoding auto, got --decoding {name}; leave it out.")
     given: dict[str, Any] = {}
-    for name in {name: None for options in OPTIONS.values() for name in options}:
-        value = getattr(args, name)
+    for option in SHORT:
+        value = getattr(args, option)
         if value is None:
             continue
-        if name not in fields:
-            others = " and ".join(decoding for decoding, options in OPTIONS.items() if name in options)
+        field = _field(written.kind, option)
+        if field is None:
+            others = " and ".join(kind.name for kind in DECODINGS.values() if _field(kind, option))
             raise ValueError(
-                f"--{name.replace('_', '-')} is an option of --decoding {others}, got --decoding {named}; leave it out."
+                f"--{option.replace('_', '-')} is an option of --decoding {others}, got --decoding {name}; "
+                "leave it out."
             )
-        given[fields[name]] = value
-    defaults = {name: value for name, value in args.smc_defaults.items() if name in fields.values()}
-    if named == Auto.name:  # to which every number says something
-        defaults = {}
-    if args.tree is not None:  # which says how deep it is
-        defaults.pop("gamma", None)
+        if field in written.options:
+            short = option.replace("_", "-")
+            raise ValueError(f"--{short} is given and --decoding says it too; leave one of them out.")
+        given[field] = value
     if args.decoding is None and given and not has_draft(args):
-        option = next(name for name in given).replace("_", "-")
         raise ValueError(
-            f"--{option} is an option of --decoding smc, which needs a draft; give --draft-model or "
-            "--draft-drop-layers, or leave it out."
+            f"--{next(iter(given)).replace('_', '-')} is an option of --decoding smc, which needs a draft; give "
+            "--draft-model or --draft-drop-layers, or leave it out."
         )
-    given = {**defaults, **given, "sparse": sparse_from(args)}
-    if trace:
-        given["trace"] = True
-    made = CHOICES[named](**given)
-    return Routed(made) if args.decoding is None and isinstance(made, SMC) and not trace else made
+    # To "auto" every number says something, and a tree says how deep it is.
+    if written.kind is not Auto and _field(written.kind, "gamma") and not {"gamma", "tree"} & {*written.options}:
+        given.setdefault("gamma", args.default_gamma)
+    made = written.make(**given, **({"trace": True} if trace and "trace" not in written.options else {}))
+    return Routed(made) if args.decoding is None and not trace else made
 
 
 def resolved(args: argparse.Namespace, decoding: Choice, params: Sequence[SamplingParams]) -> Choice:

@@ -1,7 +1,7 @@
 """`smcjax profile`: measures a pair on this machine's device, for `decoding="auto"` to choose by.
 
-For each strategy (the target alone; rejection of each K and number of candidates, along a tree; SMC if asked for) it
-times cycles at every number of running requests and every context, on real prompts, and counts tokens a cycle. The
+For each strategy (the target alone; rejection of several K and numbers of candidates, or the decoders that are named)
+it times cycles at every number of running requests and every context, on real prompts, and counts tokens a cycle. The
 profile goes to one JSON file, which `LLM(decoding="auto", profile=FILE)` and `--profile FILE` read. Strategies that the
 budget, or the memory, does not reach are left out whole.
 """
@@ -9,12 +9,11 @@ budget, or the memory, does not reach are left out whole.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
 from smcjax.cli.batch import read_lines
-from smcjax.cli.bench_options import BATCH, COUNT, CYCLES, DRAFTS, LENGTH, ROWS
+from smcjax.cli.bench_options import BATCH, COUNT, CYCLES, LENGTH
 from smcjax.cli.options import (
     add_model_options,
     add_quiet_option,
@@ -23,12 +22,12 @@ from smcjax.cli.options import (
     check_output,
     check_task,
     llm_arguments,
-    refresh_schedule,
+    one_decoder,
 )
-from smcjax.cli.parser import above, share, whole
-from smcjax.decoders import Autoregressive, Decoding
+from smcjax.cli.parser import above, whole
+from smcjax.decoders import Autoregressive, Decoding, Rejection
+from smcjax.decoders.written import Written
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
-from smcjax.sparse.verification import GROUP, MAX_QUERIES, MODES, SparseVerification
 
 if TYPE_CHECKING:
     from smcjax.engine.requests.requests import Prompt
@@ -43,23 +42,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--requests", type=BATCH, nargs="+", default=[1, 2, 4, 8], metavar="G", help="running at once (1 2 4 8)"
     )
     what.add_argument("--contexts", type=LENGTH, nargs="+", default=[128], metavar="T", help="tokens of each (128)")
-    what.add_argument("--gammas", type=DRAFTS, nargs="+", default=[2, 4, 8], metavar="K", help="draft tokens (2 4 8)")
-    what.add_argument("--candidates", type=ROWS, nargs="+", metavar="N", help="of rejection (1 on a CPU, 1 8 on a GPU)")
-    what.add_argument("--tree", type=int, nargs="+", metavar="N", help="rejection along a tree: children per depth")
-    what.add_argument("--particles", type=ROWS, nargs="*", default=[], metavar="N", help="of SMC (none)")
-    what.add_argument("--controls", type=share, nargs="+", default=[0.0], metavar="C", help="of SMC (0)")
     what.add_argument(
-        "--sparse-modes", choices=MODES, nargs="+", help="of a sparse target: how queries read blocks (per_query)"
-    )
-    what.add_argument(
-        "--sparse-groups", type=whole(1, MAX_QUERIES), nargs="+", metavar="C", help=f"that read together ({GROUP})"
-    )
-    what.add_argument(
-        "--refreshes",
-        type=refresh_schedule,
-        nargs="+",
-        metavar="R",
-        help="spacings of sparse layers that select, or 1 or 0 for each layer, as 1,0,1 (1)",
+        "--decoding",
+        dest="decodings",
+        type=one_decoder,
+        action="append",
+        metavar="DECODER",
+        help="one beside the target alone, as 'Rejection(gamma=4)'; repeatable (rejection with 1 candidate, on a GPU 8 "
+        "as well, and K = 2, 4, 8)",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--cycles", type=CYCLES, default=16, help="timed cycles of a window (16)")
@@ -76,7 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_task_options(how)
     add_quiet_option(parser)
     add_model_options(parser)
-    parser.set_defaults(run=run, decoding="rejection")
+    parser.set_defaults(run=run, decoding=Written(Rejection, {}))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
     context = args.context
     check_task(args)
     if args.model is not None and args.draft_model is None and args.draft_drop_layers is None:
-        args.decoding = "autoregressive"
+        args.decoding = Written(Autoregressive, {})
     if args.separate_draft:
         raise ValueError(
             "--separate-draft is for pipelined SMC, which profile does not measure; leave it out: other decoders run "
             "on two such devices as on one."
         )
     check_models(args)
-    has_draft = args.decoding == "rejection"
+    has_draft = args.decoding.kind is Rejection
 
     from smcjax.bench.profile import Plan, Profiler, strategies
     from smcjax.device import on_cpu
@@ -104,15 +94,9 @@ def run(args: argparse.Namespace) -> int:
     require_devices()
     if args.clock == "cpu" and not on_cpu():
         raise ValueError("--clock cpu is for cycles on a CPU, and this device is none; leave it out.")
-    chosen = strategies(
-        gammas=args.gammas,
-        candidates=args.candidates or ([1] if on_cpu() or args.draft_model == "ngram" else [1, 8]),
-        particles=args.particles,
-        controls=args.controls,
-        tree=args.tree,
-        sparse=_sparse(args),
-        has_draft=has_draft,
-    )
+    counts = [1] if on_cpu() or args.draft_model == "ngram" else [1, 8]
+    usual = [Rejection(gamma, n_candidates=count) for gamma in (2, 4, 8) for count in counts]
+    chosen = strategies((args.decodings or usual) if has_draft else ())
     _check_temperature(args.temperature, chosen)
     plan = Plan(
         chosen,
@@ -161,20 +145,6 @@ def _prompts_given(args: argparse.Namespace) -> list[Any]:
                 "write its text as prompt."
             )
     return [line.content for line in lines]
-
-
-def _sparse(args: argparse.Namespace) -> list[SparseVerification | None]:
-    """The ways to verify; None alone for dense targets."""
-    if args.sparse_modes is None and args.refreshes is None:
-        if args.sparse_groups is not None:
-            raise ValueError("--sparse-groups are about --sparse-modes, and there are none; give some.")
-        return [None]
-    modes, groups = args.sparse_modes or ["per_query"], args.sparse_groups or [GROUP]
-    found = [
-        SparseVerification(mode, group if mode != "per_query" else 1, schedule=None if refresh == 1 else refresh)
-        for refresh, mode, group in itertools.product(args.refreshes or [1], modes, groups)
-    ]
-    return list(dict.fromkeys(found))
 
 
 def _check_temperature(temperature: float, chosen: tuple[Decoding, ...]) -> None:

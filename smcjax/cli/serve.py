@@ -8,17 +8,16 @@ from typing import Any
 
 from smcjax.auto import Auto, Routed
 from smcjax.cli.options import (
-    OPTIONS,
     add_decoding_options,
     add_model_options,
     check_models,
     decoding_from,
     has_draft,
     llm_arguments,
+    one_decoder,
 )
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_file
-from smcjax.decoders import DECODINGS, Decoding
 from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.errors import extra_missing
 from smcjax.files import MIB
@@ -27,7 +26,6 @@ from smcjax.normalize import short
 KEY_VARIABLE = "SMCJAX_API_KEY"
 SHORTEST_KEY = 8
 KEY_BYTES = MIB  # of a file of keys
-_SHORT = {"n": "n_particles", "k": "gamma"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -66,11 +64,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     group.add_argument("--served-model-name", type=text, metavar="NAME", help="(the directory's)")
     group.add_argument(
         "--also",
-        type=text,
+        type=one_decoder,
         action="append",
         default=[],
         metavar="DECODER",
-        help="one more decoder: smc:n=32,k=4,control=0.1, rejection:k=6 or autoregressive; repeatable",
+        help="one more decoder, as 'SMC(n_particles=32)', 'Rejection(gamma=6)' or autoregressive; repeatable",
     )
     group.add_argument("--max-num-seqs", type=whole(1, 4096), default=8, metavar="G", help="requests at once (8)")
     group.add_argument("--max-waiting", type=whole(0, 1 << 20), default=256, help="further ones that may wait (256)")
@@ -106,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             "--decoding of serve must name a decoder, got auto: each request chooses among those that are served; "
             "leave it out, or give --profile, by which the exact one is chosen."
         )
-    decodings = [first, *map(decoding_of, args.also)]
+    decodings = [first, *args.also]
     check_models(args)
     keys = keys_of(args)
     try:
@@ -136,40 +134,6 @@ def run(args: argparse.Namespace) -> int:
         )
         process.serve(state.Served(loaded, settings), listening)
     return 0
-
-
-def decoding_of(described: str) -> Decoding:
-    """The decoder that a text such as "smc:n=32,k=4" describes. Raises ValueError for one that is none."""
-    name, _, rest = described.partition(":")
-    if name not in DECODINGS:
-        raise ValueError(f"--also must begin with {', '.join(DECODINGS)}, got {short(described)}.")
-    fields: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        option, _, value = part.partition("=")
-        option = _SHORT.get(option, option)
-        if option not in OPTIONS[name] or option == "tree":
-            known = ", ".join(sorted({*OPTIONS[name]} - {"tree"})) or "none"
-            raise ValueError(f"--also has {short(part)}, and the options of {name} are {known}; leave it out.")
-        fields[OPTIONS[name][option]] = _plain(value)
-    try:
-        return DECODINGS[name](**fields)
-    except ValueError as error:
-        said = str(error)
-        for given, argument in _SHORT.items():
-            said = said.replace(argument, given)
-        raise ValueError(f"--also {short(described)} is no decoder: {said}") from None
-
-
-def _plain(value: str) -> bool | int | float | str:
-    """The number, truth or text that is written."""
-    if value in ("True", "False"):
-        return value == "True"
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
 
 
 def keys_of(args: Any) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """Errors of the library in the words of the command line: options where it names arguments.
 
     power is 2 and the draft …; use decoding=Rejection(), or lower draft_temperature
-    --power is 2 and the draft …; use --decoding rejection, or lower --draft-temperature
+    --power is 2 and the draft …; use --decoding rejection, or lower draft_temperature
 
-A name with an underscore is no English word and is replaced wherever it stands; `power` or `order` are words too, and
-are replaced where a sentence treats them as arguments: first in it, with a value, or in what it says to do.
+A name with an underscore is no English word and is replaced wherever it stands; `power` or `control` are words too, and
+are replaced where a sentence treats them as arguments: first in it, with a value, or in what it says to do. Options
+that a decoder is written with, as `SMC(draft_temperature=2)`, keep their names.
 """
 
 from __future__ import annotations
@@ -14,26 +15,15 @@ from collections.abc import Collection
 
 _WHOLE = r"(?<![\w/.=-]){}(?![\w/(-])"
 # Options of another name than the argument.
-_RENAMED = {"n_candidates": "n_particles", "order": "tree_order"}
-_RENAMED_SPARSE = {"mode": "sparse_mode", "group": "sparse_group", "order": "sparse_order", "schedule": "refresh"}
-_ABOUT_SPARSE = re.compile(r"^(mode|group|order|schedule|sparse)\b(?!.*tree's)")
+_RENAMED = {"n_candidates": "n_particles"}
 _DECODERS = {"SMC": "smc", "Rejection": "rejection", "Autoregressive": "autoregressive", "Auto": "auto"}
 _CALL = re.compile(rf"\b(?:decoding=)?({'|'.join(_DECODERS)})\((\w+=[\w.]+)?\)")
-_SENTENCES = {  # of arguments that are several options together
-    "sparse has mode": "--sparse-mode is",
-    "give sparse a shared mode": "give --sparse-mode a shared mode",
-    "sparse is about": "--sparse-mode and --refresh are about",
-}
 _NONE = {", or None, got": ", got", ", or None to": ", or be left out to"}  # where an option is given or is not
 
 
 def in_options(text: str, options: Collection[str]) -> str:
     """The sentence with `options`, names such as "max_tokens" of a command that has --max-tokens, in place of names."""
     renamed = {name: option for name, option in _RENAMED.items() if option in options}
-    if "sparse_mode" in options:
-        renamed |= _RENAMED_SPARSE if _ABOUT_SPARSE.match(text) else {}
-        for theirs, ours in _SENTENCES.items():
-            text = text.replace(theirs, ours)
     if "json_schema" in options:
         text = re.sub(r"\bresponse_format\b", "the form of the answer", text)
     for theirs, ours in _NONE.items():

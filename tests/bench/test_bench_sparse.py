@@ -22,7 +22,6 @@ from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.cycle import Models
 from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU
-from smcjax.cli.options import refresh_schedule
 from smcjax.sparse.nsa import NSA
 from tests.bench.sparse_population import Layer, Population
 
@@ -216,7 +215,7 @@ def test_agreement_and_thirds() -> None:
     found = quality.contenders(["merged", "per_query"], [4, 8], [1, 2], 3)
     assert len(found) == 2 * (1 + 2 + 1)
     assert all(one.speculation.sparse is None or measure.exact for one, measure in found)
-    assert quality.contenders(["merged"], [4], [refresh_schedule("1,0")], 3)[1] == (
+    assert quality.contenders(["merged"], [4], [(True, False)], 3)[1] == (
         Rejection(3, sparse=SparseVerification("merged", 4, schedule=(True, False))),
         Autoregressive(SparseVerification(schedule=(True, False))),
     )

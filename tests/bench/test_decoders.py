@@ -9,64 +9,40 @@ import pytest
 
 from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.decoders import DRAFT, TARGET, contenders, markdown
+from smcjax.cli.bench_engine import USUAL
 from smcjax.cli.main import main
 
 
 def test_contenders() -> None:
-    chosen = contenders([2, 8], [4], [3])
+    chosen = contenders(USUAL)
     assert [one.name for one in chosen[:2]] == [TARGET, DRAFT]
     assert [one.exact for one in chosen] == [True, False, True, True, False, False]
-    decodings = [one.decoding for one in chosen]
-    assert decodings[2:] == [
-        Rejection(4),
-        Rejection(4, n_candidates=3),
-        SMC(n_particles=2, gamma=4, control=0),
-        SMC(n_particles=8, gamma=4, control=0),
+    assert tuple(one.decoding for one in chosen[2:]) == USUAL
+    assert [one.name for one in contenders([SMC(8, 4, control=1.0, early_end=True)])[2:]] == [
+        "SMC, N=8, K=4, control 1, early end"
     ]
-    assert len(contenders([1], [2, 4], [])) == 2 + 2 * 2
-    assert contenders([], [4], [], [3, 1])[2].decoding == Rejection(tree=(3, 1))
-
-
-def test_contenders_under_controls() -> None:
-    """Exact at control 1, where every particle is a sample of the target."""
-    *_, smc, controlled, exact = contenders([8], [4], [], controls=[0.0, 0.1, 1.0])
-    assert [one.name for one in (smc, controlled, exact)] == [
-        *("SMC, N=8, K=4", "SMC, N=8, K=4, control 0.1", "SMC, N=8, K=4, control 1"),
-    ]
-    assert [one.decoding for one in (controlled, exact)] == [SMC(8, 4, control=0.1), SMC(8, 4, control=1.0)]
-    assert [one.exact for one in (smc, controlled, exact)] == [False, False, True]
+    assert contenders([SMC(8, 4, control=1.0, early_end=True)])[2].exact
 
 
 def test_the_majority_of_several() -> None:
     """The majority of exact answers is no sample of the target."""
-    majority, smc = contenders([8], [4], [], controls=[1.0], answers=[3])[3:]
+    one, majority, smc = contenders([Rejection(4), SMC(8, 4, control=1.0)], [3])[2:]
     assert (majority.decoding, majority.answers) == (Rejection(4), 3)
-    assert [one.exact for one in (majority, smc)] == [False, True]
+    assert [one.exact, majority.exact, smc.exact] == [True, False, True]
     assert smc.answers == 1
 
 
-def test_contenders_with_early_ends() -> None:
-    """Exact at control 1 whenever a population ends."""
-    contender = contenders([8], [4], [], controls=[1.0], early_ends=True)[-1]
-    assert contender.name == "SMC, N=8, K=4, control 1, early end"
-    assert contender.decoding == SMC(8, 4, control=1.0, early_end=True)
-    assert contender.exact
-
-
 def test_contenders_that_verify_alike() -> None:
-    """The target alone has the schedule, the draft nothing; where blocks are shared nobody else is exact."""
-    shared, schedule = SparseVerification("shared", 4, schedule=2), SparseVerification(schedule=2)
-    target, draft, *others = contenders([2], [4], [], None, shared, True)
-    assert str(others[-1].decoding).startswith("SMC, N=2, K=4, shared")
-    assert (target.decoding, draft.decoding) == (Autoregressive(schedule), Autoregressive())
-    assert {one.decoding.speculation.sparse for one in others} == {shared}
-    assert target.exact
-    assert not any(one.exact for one in others)
-    assert [one.exact for one in contenders([], [4], [], None, schedule)] == [True, False, True]
+    """The target alone has the schedule, the draft nothing; a schedule leaves a rejection exact."""
+    schedule = SparseVerification("merged", 4, schedule=2)
+    target, draft, other = contenders([Rejection(4, sparse=schedule)])
+    assert (target.decoding, draft.decoding) == (Autoregressive(SparseVerification(schedule=2)), Autoregressive())
+    assert [target.exact, draft.exact, other.exact] == [True, False, True]
+    assert not contenders([Rejection(4, sparse=SparseVerification("shared", 4))])[2].exact
 
 
 def test_models_of_a_contender() -> None:
-    alone, draft, token, *_ = contenders([2], [4], [])
+    alone, draft, token, *_ = contenders(USUAL)
     assert alone.models("t", "d") == {"model": "t", "draft_model": None}
     assert draft.models("t", "d") == {"model": "d"}
     assert token.models("t", "d") == {"model": "t", "draft_model": "d"}
@@ -77,7 +53,8 @@ def test_models_of_a_contender() -> None:
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = tmp_path / "frontier.svg"
-    small = ["-n", "4", "--particles", "2", "--candidates", "--gammas", "3", "--max-num-seqs", "1", "--answers", "2"]
+    small = ["-n", "4", "--decoding", "Rejection(gamma=3)", "--max-num-seqs", "1", "--answers", "2"]
+    small += ["--decoding", "SMC(n_particles=2, gamma=3, control=0)"]
     assert main(["bench", "decoders", *small, "--json", "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -85,7 +62,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         TARGET,
         DRAFT,
         "rejection, K=3",
-        "majority of 2 exact answers, K=3",
+        "majority of 2 answers of rejection, K=3",
         "SMC, N=2, K=3",
     ]
     alone, _, rejection, both, smc = rows
@@ -107,7 +84,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 @pytest.mark.parametrize("draft", ["recall-eagle", "ngram"])
 def test_drafts_that_need_the_target(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A head, and drafts that are looked up, have no row of their own, and are always exact here."""
-    small = ["-n", "1", "--particles", "--candidates", "--gammas", "3", "--max-num-seqs", "1", "--temperature", "0"]
+    small = ["-n", "1", "--decoding", "Rejection(gamma=3)", "--max-num-seqs", "1", "--temperature", "0"]
     pair = ["--task", "recall", "--context", "512", "--model", "recall", "--draft-model", draft]
     assert main(["bench", "decoders", *small, *pair, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
@@ -122,11 +99,14 @@ def test_drafts_that_need_the_target(draft: str, capsys: pytest.CaptureFixture[s
         (["--plot", "x.txt"], "--plot must end in .svg, .png or .pdf, got x.txt"),
         (["--model", "here"], "--model and --draft-model go together; give both, or neither for the bundled pair."),
         (["--task", "recall", "--draft-model", "here"], "--model and --draft-model go together"),
-        (["--tree", "0"], "tree"),
-        (["--refresh", "2"], "--model must be a sparse target to verify by selecting layers 2 apart"),
-        (["--controls", "0.5", "2"], "--controls: must be a number from 0 to 1, got 2"),
-        (["--approximate"], "--approximate is about SMC in a shared --sparse-mode, and there is none; leave it out"),
-        (["--particles", "0"], "--particles: must be a whole number from 1 to 1024, got 0"),
+        (["--decoding", "Rejection(tree=(0,))"], "--decoding: tree must be children per depth"),
+        (
+            ["--decoding", "Rejection(sparse=SparseVerification(schedule=2))"],
+            "this target has no layer that selects any",
+        ),
+        (["--decoding", "SMC()", "--decoding", "SMC(control=2)"], "--decoding: control must be a number from 0 to 1"),
+        (["--decoding", "auto"], "must be smc, rejection, autoregressive, or one with options as in Python"),
+        (["--decoding", "SMC()", "--temperature", "0"], "--temperature is 0, where every draft"),
     ],
 )
 def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,28 +28,16 @@ def models(pair: Pair, **changes: Any) -> dict[str, Any]:
 
 
 def test_strategies() -> None:
-    assert strategies(gammas=[4], candidates=[1], has_draft=False) == (Autoregressive(),)
-    assert strategies(gammas=[2, 4, 2], candidates=[1, 8]) == (
-        Autoregressive(),
-        *(Rejection(2), Rejection(2, n_candidates=8), Rejection(4), Rejection(4, n_candidates=8)),
-    )
-    with_others = strategies(gammas=[3], candidates=[1], particles=[4], controls=[0.0, 0.1], tree=[2, 1])
-    assert with_others[1:] == (Rejection(3), Rejection(tree=(2, 1)), SMC(4, 3, control=0), SMC(4, 3, control=0.1))
+    """The target alone first, and each once."""
+    assert strategies(()) == (Autoregressive(),)
+    assert strategies([Rejection(2), SMC(4, 2), Rejection(2)]) == (Autoregressive(), Rejection(2), SMC(4, 2))
 
 
 def test_strategies_of_sparse_targets() -> None:
-    """The target alone once a schedule; no SMC where blocks are shared."""
-    merged, shared, reusing = (
-        SparseVerification("merged", 4),
-        SparseVerification("shared", 4),
-        SparseVerification("merged", 4, schedule=2),
-    )
-    found = strategies(gammas=[2], candidates=[1], particles=[4], sparse=[merged, shared, reusing])
-    assert found == (
-        *(Autoregressive(), Autoregressive(SparseVerification(schedule=2))),
-        *(Rejection(2, sparse=one) for one in (merged, shared, reusing)),
-        *(SMC(4, 2, control=0, sparse=one) for one in (merged, reusing)),
-    )
+    """The target alone once a schedule."""
+    merged, reusing = SparseVerification("merged", 4), SparseVerification("merged", 4, schedule=2)
+    given = [Rejection(2, sparse=one) for one in (merged, reusing)]
+    assert strategies(given) == (Autoregressive(), Autoregressive(SparseVerification(schedule=2)), *given)
 
 
 def test_loads_are_sizes_of_batches() -> None:

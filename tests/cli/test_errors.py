@@ -22,7 +22,7 @@ from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result
 
 GENERATE = ["generate", "hello", "--max-tokens", "3"]
-TREE = [*GENERATE, "--decoding", "rejection", "--tree"]
+WRITTEN = [*GENERATE, "--decoding"]
 EVAL = ["eval", "-n", "1"]
 BENCH = ["bench", "cycle", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]
 
@@ -53,44 +53,30 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--temperature", "-1"], "error: --temperature must be"),
     ([*GENERATE, "--decoding", "smc", "--temperature", "0"], "use --decoding rejection or autoregressive, whose"),
     ([*GENERATE, "--power", "inf"], "--power must be"),
-    (
-        [*GENERATE, "--draft-temperature", "0"],
-        "--draft-temperature must be a number from 0.01 to 1000, or be left out",
-    ),
-    ([*GENERATE, "--ess-threshold", "2"], "--ess-threshold must be"),
+    ([*WRITTEN, "SMC(draft_temperature=0)"], "draft_temperature must be a number from 0.01 to 1000, or be left out"),
+    ([*WRITTEN, "SMC(ess_threshold=2)"], "ess_threshold must be"),
     ([*GENERATE, "--control", "2"], "--control must be a number from 0 to 1"),
     ([*GENERATE, "--decoding", "rejection", "--control", "1"], "--control is an option of --decoding smc"),
-    ([*GENERATE, "--resampling", "none"], "'none' is not one of systematic, stratified, multinomial, residual;"),
-    ([*GENERATE, "--resampling", "sistematic"], "did you mean systematic?"),
-    ([*GENERATE, "--select", "first"], "argument --select: 'first' is not one of sample, best"),
+    ([*WRITTEN, "SMC(resampling='none')"], "resampling must be one of systematic, stratified, multinomial, residual,"),
+    ([*WRITTEN, "SMC(selct='best')"], "SMC has no argument selct; did you mean select?"),
+    ([*WRITTEN, "SMC(gamma=2)", "-K", "3"], "--gamma is given and --decoding says it too; leave one of them out."),
+    ([*WRITTEN, "SMC(8)"], "argument --decoding: must have its options as name=value, got '8' without a name; see"),
+    ([*WRITTEN, "SMC(select=print)"], "has select='print', which is no literal of Python; give a number, a text"),
     ([*GENERATE, "--admission", "worst"], "is not one of worst_case, optimistic"),
     (["eval", "--context", "512"], "--context is an option of --task recall, got --task words; leave it out."),
     (["eval", "--task", "recal"], "did you mean recall?"),
     (["eval", "--task", "recall", "--model", "m", "--context", "100"], "--context must be at least 256"),
     ([*GENERATE, "--quantization", "int4"], "is not one of int8; did you mean int8?"),
     ([*GENERATE, "--draft-quantization", "q4"], "is not one of int8"),
-    ([*GENERATE, "--tree", "4", "2"], "--tree is an option of --decoding rejection, got --decoding smc; leave it out"),
-    ([*TREE, "-1", "1"], "got 1 for node 1; number parents before their children"),
-    ([*TREE, "4", "0"], "--tree must be children per depth, as (4, 2, 1), or every node's parent"),
-    ([*TREE, "4", "x"], "argument --tree: invalid int value: 'x'"),
-    ([*TREE, "4", "2", "-K", "4"], "--gamma is 4 and the tree is 2 deep; leave --gamma out."),
-    ([*TREE, "4", "2", "-N", "2"], "--n-particles is 2 and a tree drafts for one row"),
-    ([*TREE, "2", "--siblings", "best"], "argument --siblings: 'best' is not one of sampled, top"),
-    (
-        [*GENERATE, "--decoding", "rejection", "--tree-order", "dfs"],
-        "--tree-order is 'dfs' and is about a tree's nodes",
-    ),
-    ([*GENERATE, "--sparse-mode", "merge"], "is not one of per_query, merged, shared, shared_forced; did you mean"),
-    ([*GENERATE, "--sparse-group", "4"], "--sparse-group is 4 and --sparse-order 'bfs', which --sparse-mode per_query"),
-    ([*GENERATE, "--refresh", "1,2"], "or 1 or 0 for each sparse layer with 1 for the first, as 1,0,1, got 1,2; see"),
-    ([*GENERATE, "--refresh", "0"], "argument --refresh: must be a spacing of at least 1, or 1 or 0 for each sparse"),
-    ([*GENERATE, "--sparse-mode", "shared"], "use --sparse-mode merged, which is exact, or allow it by --approximate."),
-    (
-        [*GENERATE, "--approximate"],
-        "--approximate is True and nothing is; give --sparse-mode a shared mode",
-    ),
-    ([*GENERATE, "--decoding", "rejection", "--approximate"], "--approximate is an option of --decoding smc"),
-    ([*GENERATE, "--refresh", "2"], "this target has no layer that selects any; leave it out"),
+    ([*WRITTEN, "SMC(tree=(4, 2))"], "SMC has no argument tree."),
+    ([*WRITTEN, "Rejection(tree=(-1, 1))"], "got 1 for node 1; number parents before their children"),
+    ([*WRITTEN, "Rejection(tree=(4, 0))"], "tree must be children per depth, as (4, 2, 1), or every node's parent"),
+    ([*WRITTEN, "Rejection(tree=(4, 2))", "-K", "4"], "--gamma is 4 and the tree is 2 deep; leave --gamma out."),
+    ([*WRITTEN, "Rejection(tree=(4, 2))", "-N", "2"], "--n-particles is 2 and a tree drafts for one row"),
+    ([*WRITTEN, "Rejection(order='dfs')"], "order is 'dfs' and is about a tree's nodes"),
+    ([*WRITTEN, "SMC(sparse=SparseVerification(mode='merge'))"], "mode must be one of per_query, merged, shared,"),
+    ([*WRITTEN, "SMC(sparse=SparseVerification(mode='shared'))"], "use mode='merged', which is exact, or allow it by"),
+    ([*WRITTEN, "SMC(sparse=SparseVerification(schedule=2))"], "this target has no layer that selects any; leave it"),
     ([*GENERATE, "--seed", "-1"], "--seed: must be a whole number from 0 to 4294967295, got -1"),
     ([*GENERATE, "--seed", "9" * 5000], "--seed: must be a whole number from 0 to 4294967295, got 9999"),
     ([*GENERATE, "-N", "9" * 5000], "-N/--n-particles"),
@@ -101,7 +87,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--page-size", "0"], "argument --page-size: must be a whole number from 1 to 128, got 0"),
     ([*GENERATE, "--num-pages", "1"], "argument --num-pages: must be a whole number from 2 to 1073741824, got 1"),
     ([*GENERATE, "--decoding", "beam"], "--decoding"),
-    ([*GENERATE, "--decoding", "auto", "--early-end"], "--early-end is an option of --decoding smc, got --decoding"),
+    ([*WRITTEN, "auto(early_end=True)"], "Auto has no argument early_end."),
     (
         [*GENERATE, "--decoding", "auto", "-N", "0"],
         "error: --n-particles must be a whole number from 1 to 1024",
@@ -152,7 +138,7 @@ USAGE: list[tuple[list[str], str]] = [
     (["bench", "decoders", "--plot", "/no/such/place/x.svg"], "--plot must lie in a directory"),
     (["bench", "decoders", "--plot", "x.txt"], "--plot must end in .svg"),
     (["bench", "decoders", "--seed", "-1"], "--seed: must be"),
-    (["bench", "decoders", "--temperature", "0"], "which SMC does not decode"),
+    (["bench", "decoders", "--temperature", "0"], "--temperature is 0, where every draft token"),
     (["bench", "decoders", "--temperature", "nan"], "error: --temperature must be"),
     (["bench", "latency", "--rates", "0"], "--rates: must be a number above 0, got 0"),
     (["bench", "latency", "--plot", "/tmp/x/"], "--plot must"),
@@ -333,7 +319,7 @@ def test_the_entry_point_is_main() -> None:
 def test_arguments_are_refused_before_jax_is_imported() -> None:
     """Neither does the time that takes pass, nor is anything read: all of them in one process."""
     needs_jax = ("--implementation", "--context")  # what the machine is, and what a case needs
-    of_target = [*GENERATE, "--refresh", "2"]  # what its layers are
+    of_target = [*WRITTEN, "SMC(sparse=SparseVerification(schedule=2))"]  # what its layers are
     argvs = [argv for argv, _ in USAGE if argv[-1] != "a" * 5000 and not {*needs_jax} & {*argv} and argv != of_target]
     argvs += [[*GENERATE, "--model", path, "--draft-model", "/"] for path in NOWHERE]
     argvs += [

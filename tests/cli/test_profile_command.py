@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from smcjax.cli import profile
 from smcjax.planner import Profile
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command
 
 MODELS = ("--page-size", "4")
-SMALL = ("--requests", "1", "--contexts", "8", "--gammas", "2", "--cycles", "2", "--windows", "1", "-n", "2")
+SMALL = ("--requests", "1", "--contexts", "8", "--cycles", "2", "--windows", "1", "-n", "2")
+SMALL += ("--decoding", "Rejection(gamma=2)")
 
 
 @pytest.mark.slow
@@ -38,21 +37,12 @@ def test_a_profile_is_written_and_read(smcjax: Command, pair: Pair, tmp_path: Pa
     assert "--profile is of a GPU and this device is cpu" in refused.err
 
 
-def test_schedules_are_spacings_and_flags() -> None:
-    parser = argparse.ArgumentParser()
-    profile.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["profile", "--refreshes", "1", "2", "1,0,1"])
-    assert [sparse.schedule for sparse in profile._sparse(args) if sparse] == [None, 2, (True, False, True)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--requests", "3", "8"), "--requests must be powers of two, but for the largest"),
         (("-o", "/nowhere/p.json"), "--output must lie in a directory that can be written to"),
-        (("--sparse-groups", "4"), "--sparse-groups are about --sparse-modes, and there are none"),
-        (("--refreshes", "1", "0,1"), "1 or 0 for each sparse layer with 1 for the first, as 1,0,1, got 0,1; see"),
-        (("--temperature", "0", "--particles", "4"), "temperature is 0"),
+        (("--temperature", "0", "--decoding", "SMC()"), "temperature is 0"),
         (("--budget", "0"), "must be a number above 0"),
         (("--separate-draft",), "--separate-draft is for pipelined SMC, which profile does not measure"),
         (("--draft-model", "x"), "--draft-model is given and --model is not"),

@@ -20,8 +20,7 @@ import httpx
 import pytest
 
 from smcjax.cli.main import main
-from smcjax.cli.serve import KEY_VARIABLE, decoding_of, keys_of
-from smcjax.decoders import SMC, Autoregressive, Rejection
+from smcjax.cli.serve import KEY_VARIABLE, keys_of
 from smcjax.server import process as process_module
 from smcjax.server.process import LAST_STEPS, keep_what_is_loaded
 from tests.checkpoints import Pair, write_pair
@@ -209,12 +208,9 @@ def test_what_is_refused_before_anything_is_loaded(capfd: pytest.CaptureFixture[
         (["--api-key-file", str(tmp_path / "no")], "cannot be read (No such file or directory)"),
         (["--api-key-file", str(empty)], "holds no key"),
         (["--api-key-file", "/dev/zero"], endless),
-        (["--also", "beam:n=3"], "--also must begin with smc, rejection, autoregressive, got 'beam:n=3'"),
-        (["--also", "smc:x=3"], "--also has 'x=3', and the options of smc are"),
-        (
-            ["--also", "smc:n=0"],
-            "--also 'smc:n=0' is no decoder: n must be a whole number from 1 to 1024, got 0",
-        ),
+        (["--also", "Beam(n=3)"], "argument --also: must be smc, rejection, autoregressive, or one with options"),
+        (["--also", "SMC(x=3)"], "argument --also: SMC has no argument x; see"),
+        (["--also", "SMC(gamma=0)"], "argument --also: gamma must be a whole number from 1 to 64, got 0; see"),
         (["--port", "70000"], "must be a whole number from 0 to 65535"),
         (["--decoding", "autoregressive", "-N", "4"], "--n-particles is an option of"),
     ):
@@ -229,10 +225,3 @@ def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "keys"
     path.write_text("first-key-1\n# a remark\nsecond-key-2\n", encoding="utf-8-sig")
     assert keys_of(SimpleNamespace(api_key=[], api_key_file=str(path))) == ("first-key-1", "second-key-2")
-
-
-def test_further_decoders() -> None:
-    assert decoding_of("smc:n=32,k=4,control=0.1") == SMC(n_particles=32, gamma=4, control=0.1)
-    assert decoding_of("rejection:k=6,n=2") == Rejection(gamma=6, n_candidates=2)
-    assert decoding_of("rejection:draft_temperature=2") == Rejection(draft_temperature=2.0)
-    assert decoding_of("autoregressive") == Autoregressive()
