@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -96,7 +97,15 @@ def commands(text: str) -> list[list[str]]:
         for line in lines
         if "import" not in line
     )
-    return [shlex.split(one[1], comments=True) for one in found if one and "…" not in one[1]]
+    split = (shlex.split(one[1], comments=True) for one in found if one and "…" not in one[1])
+    return [[each for word in command for each in expanded(word)] for command in split]
+
+
+def expanded(word: str) -> list[str]:
+    """The words that bash makes of a decoder with numbers in braces: `SMC(gamma={4,8})` is two."""
+    parts = re.split(r"\{([\d.,]+)\}", word) if re.fullmatch(r"\w+\(.*\)", word) else [word]
+    choices = (part.split(",") if number % 2 else [part] for number, part in enumerate(parts))
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -109,6 +118,9 @@ def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_command_is_seen() -> None:
     found = commands("```\nuv run smcjax bench cycle --windows 2\n```\n\n| `smcjax generate x --no-such` | |\n")
     assert found == [["bench", "cycle", "--windows", "2"], ["generate", "x", "--no-such"]]
+    assert commands("```\nsmcjax eval 'SMC(gamma='{4,8}')' '{1,2}'\n```\n") == [
+        ["eval", "SMC(gamma=4)", "SMC(gamma=8)", "{1,2}"]
+    ]
     with pytest.raises(SystemExit):
         make_parser().parse_args(found[1])
 

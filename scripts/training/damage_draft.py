@@ -1,7 +1,7 @@
 """Writes the bundled draft with noise on its layers' matrices, as a draft that is wrong more often.
 
     python scripts/training/damage_draft.py damaged --noise 0.3
-    smcjax bench decoders -n 200 --particles 8 --controls 0 0.1 0.5 --candidates 8 --gammas 8 \\
+    smcjax bench decoders -n 200 --decoding 'Rejection(gamma=8)' 'SMC(control='{0,0.1,0.5}')' \\
         --draft-model damaged --model words
 
 Every matrix gets Gaussian noise of `--noise` times the standard deviation of its own numbers.

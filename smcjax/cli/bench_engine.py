@@ -83,10 +83,11 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders.add_argument(
         "--decoding",
         type=one_decoder,
-        action="append",
+        nargs="+",
+        default=USUAL,
         metavar="DECODER",
-        help="one beside the target and the draft alone, as 'SMC(n_particles=2, gamma=4)'; repeatable (rejection with "
-        "1 and 8 candidates, SMC at control 0 with 2 and 8 particles, K=4)",
+        help="beside the target and the draft alone, as 'SMC(n_particles=2, gamma=4)' (rejection with 1 and 8 "
+        "candidates, SMC at control 0 with 2 and 8 particles, K=4)",
     )
     decoders.add_argument(
         "--answers",
@@ -190,8 +191,7 @@ def run_decoders(args: argparse.Namespace) -> int:
     check_task(args)
     if (args.model is None) != (args.draft_model is None):
         raise ValueError("--model and --draft-model go together; give both, or neither for the bundled pair.")
-    decodings = args.decoding or USUAL
-    for decoding in decodings:
+    for decoding in args.decoding:
         decoding.check(SamplingParams(temperature=args.temperature))
 
     from smcjax.bench.decoders import compare, contenders, markdown
@@ -201,7 +201,7 @@ def run_decoders(args: argparse.Namespace) -> int:
     from smcjax.model.hub import bundled_model
     from smcjax.tasks.questions import LONGEST_ANSWER, questions
 
-    chosen = contenders(decodings, args.answers)
+    chosen = contenders(args.decoding, args.answers)
     target = bundled_model("target") if args.model is None else resolve_model_path(args.model)
     selecting = load_config(target).selecting.values()
     for one in chosen:

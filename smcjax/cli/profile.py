@@ -46,10 +46,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--decoding",
         dest="decodings",
         type=one_decoder,
-        action="append",
+        nargs="+",
         metavar="DECODER",
-        help="one beside the target alone, as 'Rejection(gamma=4)'; repeatable (rejection with 1 candidate, on a GPU 8 "
-        "as well, and K = 2, 4, 8)",
+        help="beside the target alone, as 'Rejection(gamma=4)' (rejection with 1 candidate, on a GPU 8 as well, and "
+        "K = 2, 4, 8)",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--cycles", type=CYCLES, default=16, help="timed cycles of a window (16)")

@@ -53,8 +53,8 @@ def test_models_of_a_contender() -> None:
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = tmp_path / "frontier.svg"
-    small = ["-n", "4", "--decoding", "Rejection(gamma=3)", "--max-num-seqs", "1", "--answers", "2"]
-    small += ["--decoding", "SMC(n_particles=2, gamma=3, control=0)"]
+    small = ["-n", "4", "--max-num-seqs", "1", "--answers", "2"]
+    small += ["--decoding", "Rejection(gamma=3)", "SMC(n_particles=2, gamma=3, control=0)"]
     assert main(["bench", "decoders", *small, "--json", "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -104,7 +104,7 @@ def test_drafts_that_need_the_target(draft: str, capsys: pytest.CaptureFixture[s
             ["--decoding", "Rejection(sparse=SparseVerification(schedule=2))"],
             "this target has no layer that selects any",
         ),
-        (["--decoding", "SMC()", "--decoding", "SMC(control=2)"], "--decoding: control must be a number from 0 to 1"),
+        (["--decoding", "SMC()", "SMC(control=2)"], "--decoding: control must be a number from 0 to 1"),
         (["--decoding", "auto"], "must be smc, rejection, autoregressive, or one with options as in Python"),
         (["--decoding", "SMC()", "--temperature", "0"], "--temperature is 0, where every draft"),
     ],

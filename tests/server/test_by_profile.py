@@ -102,7 +102,7 @@ def test_what_is_refused(
         return capfd.readouterr().err.strip().split("\n")[-1]
 
     assert "--decoding of serve must name a decoder, got auto" in said("--decoding", "auto")
-    assert "--profile is given and no decoder is auto" in said("--also", "rejection:k=4", "--profile", str(path))
+    assert "--profile is given and no decoder is auto" in said("--also", "Rejection(gamma=4)", "--profile", str(path))
     assert "does not exist" in said("--profile", str(tmp_path / "none"))
     assert "a population is asked for" in said("--decoding", "auto", "-N", "4", "--profile", str(path))
     assert "profile is of a clock and this device is" in said(of=dataclasses.replace(profile, device="a clock"))
