@@ -7,6 +7,7 @@ decoder that it serves.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -99,9 +100,7 @@ class Auto:
     For one answer exact decoding is right with any draft, and as fast as SMC under a control
     (docs/how-to/choose-a-decoder.md). Several candidates give more tokens a cycle, and cost little where that is the
     stream of the weights, as on a GPU with few requests; on a CPU they cost what their tokens cost. Weights, evidence
-    and powers are what a population is for, and the control keeps a draft's mistakes out of it. With a profile (`smcjax
-    profile`) the exact decoder is the one of its `candidates` that is nearest to the fastest one in the mean over loads
-    and contexts.
+    and powers are what a population is for, and the control keeps a draft's mistakes out of it.
 
     Attributes:
         n_particles: N of a population; None: none is asked for by it, and 8 where another argument asks for one.
@@ -112,6 +111,10 @@ class Auto:
         select: how a population answers, as in `SMC`; None: none is asked for by it, and "sample".
         control: c of a population; None: none is asked for by it, and `SMC`'s own, 0.1.
         sparse: how a target with Native Sparse Attention verifies; None: each query by itself.
+        profile: a file of `smcjax profile` of this pair and device. It chooses the exact decoder that is nearest to
+            the fastest one in predicted tokens/s, in the mean over sizes of a batch up to `LLM.max_num_seqs` and the
+            contexts that were measured. Where the file has further strict readings of a sparse target's blocks for
+            that decoder, each cycle takes the fastest one; tokens are the same either way.
     """
 
     name: ClassVar[str] = "auto"
@@ -127,9 +130,12 @@ class Auto:
     select: Selection | None = None
     control: float | None = None
     sparse: SparseVerification | None = None
+    profile: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         normalize_fields(self)
+        if not isinstance(self.profile, str | os.PathLike | None):
+            raise ValueError(f"profile must be the path of a file, or None, got {self.profile!r}.")
         if not isinstance(self.evidence, bool):
             raise ValueError(f"evidence must be True or False, got {self.evidence!r}.")
         self._population()  # whose checks are those of the fields

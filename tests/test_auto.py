@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_the_choice_is_for_the_loads_and_contexts_of_an_llm(tmp_path: Path) -> N
 
     def planned(requested: Auto, max_num_seqs: int, max_model_len: int) -> tuple[Decoding, tuple[Decoding, ...]]:
         sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-        found = Planned(tmp_path / "p.json", requested, has_draft=True, **sizes)
+        found = Planned(dataclasses.replace(requested, profile=tmp_path / "p.json"), has_draft=True, **sizes)
         return found.decoding, found.readings
 
     assert planned(Auto(), 1, 64) == (few, (few,))

@@ -23,7 +23,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("int8",)
 ADMISSIONS = ("worst_case", "optimistic")
 # Short spellings of a decoder's options; `rows` is the one that its class has for the number of its rows.
-SHORT = ("n_particles", "gamma", "power", "control")
+SHORT = ("n_particles", "gamma", "power", "control", "profile")
 
 
 def decoder(text: str) -> Written:
@@ -266,16 +266,13 @@ def _field(kind: type[Decoding | Auto], option: str) -> str | None:
     return field if field in inspect.signature(kind).parameters else None
 
 
-def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profile: bool = False) -> Choice:
+def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Choice:
     """The decoder that the arguments describe; raises ValueError for values out of range, or without a use.
 
-    Where none is named it is `Routed`, but for a `trace`, which SMC alone has. `beside_profile` says that a profile is
-    for further decoders, so that it may go with any.
+    Where none is named it is `Routed`, but for a `trace`, which SMC alone has.
     """
     written: Written = args.decoding or Written(SMC, {})
     name = written.kind.name
-    if args.profile is not None and written.kind is not Auto and not beside_profile:
-        raise ValueError(f"--profile is an option of --decoding auto, got --decoding {name}; leave it out.")
     given: dict[str, Any] = {}
     for option in SHORT:
         value = getattr(args, option)
@@ -283,7 +280,7 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profi
             continue
         field = _field(written.kind, option)
         if field is None:
-            others = " and ".join(kind.name for kind in DECODINGS.values() if _field(kind, option))
+            others = " and ".join(name for name, kind in CHOICES.items() if _field(kind, option))
             raise ValueError(
                 f"--{option.replace('_', '-')} is an option of --decoding {others}, got --decoding {name}; "
                 "leave it out."
@@ -318,10 +315,8 @@ def one_shot_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `LLM` from the model options, and the profile where a command takes one."""
-    profile = getattr(args, "profile", None)
+    """Keyword arguments of `LLM` from the model options."""
     return {
-        **({} if profile is None else {"profile": profile}),
         "draft_model": args.draft_model,
         "revision": args.revision,
         "draft_revision": args.draft_revision,

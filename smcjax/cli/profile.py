@@ -2,7 +2,7 @@
 
 For each strategy (the target alone; rejection of several K and numbers of candidates, or the decoders that are named)
 it times cycles at every number of running requests and every context, on real prompts, and counts tokens a cycle. The
-profile goes to one JSON file, which `LLM(decoding="auto", profile=FILE)` and `--profile FILE` read. Strategies that the
+profile goes to one JSON file, which `LLM(decoding=Auto(profile=FILE))` and `--profile FILE` read. Strategies that the
 budget, or the memory, does not reach are left out whole.
 """
 

@@ -96,10 +96,13 @@ def run(args: argparse.Namespace) -> int:
         if args.model is not None:
             raise ValueError(f"MODEL is {short(args.served)} and --model {short(args.model)}; leave one of them out.")
         args.model = args.served
-    first = decoding_from(args, beside_profile=True)
+    by_profile = args.profile
+    if args.decoding is None or args.decoding.kind is not Auto:
+        args.profile = None  # it chooses the exact decoder beside the one that is named
+    first = decoding_from(args)
     if isinstance(first, Routed):
         first = first.choose(has_draft=has_draft(args), deterministic_drafts=args.draft_model == "ngram")[0]
-    if isinstance(first, Auto) and args.profile is None:
+    if isinstance(first, Auto) and first.profile is None:
         raise ValueError(
             "--decoding of serve must name a decoder, got auto: each request chooses among those that are served; "
             "leave it out, or give --profile, by which the exact one is chosen."
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     with listening:
         loaded = models.load(
             args.model,
-            models.with_exact(decodings, by_profile=args.profile is not None),
+            models.with_exact(decodings, by_profile),
             name=args.served_model_name,
             max_waiting=args.max_waiting,
             max_num_seqs=args.max_num_seqs,

@@ -88,10 +88,6 @@ class LLM:
             "auto", `Auto(...)`, which chooses one of them now by what is asked for. None: `SMC()` answers what it can,
             and `Rejection()` with the same draft the rest (temperature 0, top_k, top_p, penalties, biases); without a
             draft the target alone answers all. `RequestOutput.decoding` says which one did.
-        profile: with "auto", a file of `smcjax profile` of this pair and device. It chooses the exact decoder that is
-            nearest to the fastest one in predicted tokens/s, in the mean over sizes of a batch up to `max_num_seqs` and
-            the contexts that were measured. Where the file has further strict readings of a sparse target's blocks for
-            that decoder, each cycle takes the fastest one; tokens are the same either way.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
         quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
             made when they are loaded, or as a directory stores them; activations and KV stay in `dtype`.
@@ -136,7 +132,6 @@ class LLM:
         draft_revision: str | None = None,
         draft_drop_layers: Sequence[int] | None = None,
         decoding: Choice | Literal["auto"] | None = None,
-        profile: str | os.PathLike[str] | None = None,
         dtype: Literal["auto", "bfloat16", "float32"] = "auto",
         quantization: Literal["int8"] | None = None,
         draft_quantization: Literal["int8"] | None = None,
@@ -163,11 +158,6 @@ class LLM:
             )
         check_path("model", model)
         check_path("draft_model", draft_model)
-        check_path("profile", profile)
-        if profile is not None and not isinstance(choice, Auto):
-            raise ValueError(
-                f"profile is {str(profile)!r} and decoding is {choice}, which needs none; use decoding='auto'."
-            )
         check_revision("revision", revision)
         check_revision("draft_revision", draft_revision)
         check_layers("draft_drop_layers", draft_drop_layers)
@@ -222,9 +212,8 @@ class LLM:
                         "There is no draft, so the target answers alone; SMC and Rejection need draft_model or "
                         "draft_drop_layers, and Rejection takes draft_model='ngram' as well."
                     )
-            elif profile is not None:
+            elif choice.profile is not None:
                 self._planned = Planned(
-                    profile,
                     choice,
                     has_draft=has_draft,
                     max_num_seqs=max_num_seqs,

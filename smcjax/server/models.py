@@ -136,14 +136,21 @@ def _twice(models: Sequence[VirtualModel]) -> str:
     return next(name for name in names if names.count(name) > 1)
 
 
-def with_exact(decodings: Sequence[Decoding | Auto], *, by_profile: bool = False) -> list[Decoding | Auto]:
-    """`decodings` with an exact one, where none of them is: `Rejection`, by the same draft, or one `by_profile`."""
+def with_exact(
+    decodings: Sequence[Decoding | Auto], profile: str | os.PathLike[str] | None = None
+) -> list[Decoding | Auto]:
+    """`decodings` with an exact one, where none of them is: `Rejection`, by the same draft, or one by the `profile`.
+
+    Raises ValueError for a profile where the exact decoder is named.
+    """
     if any(isinstance(one, Auto) or not one.weighted for one in decodings):
+        if profile is not None and not any(isinstance(one, Auto) for one in decodings):
+            raise ValueError("profile is given and an exact decoder is named; leave one of them out.")
         return list(decodings)
     first = decodings[0]
     assert isinstance(first, Decoding)
     exact = exact_beside(first)
-    return [*decodings, Auto(sparse=exact.speculation.sparse) if by_profile else exact]
+    return [*decodings, exact if profile is None else Auto(sparse=exact.speculation.sparse, profile=profile)]
 
 
 def base_name(model: str | os.PathLike[str] | None) -> str:
@@ -156,7 +163,6 @@ def load(
     decodings: Sequence[Decoding | Auto],
     *,
     name: str | None = None,
-    profile: str | os.PathLike[str] | None = None,
     max_waiting: int | None = None,
     max_num_seqs: int = 8,
     seed: int = 0,
@@ -165,20 +171,16 @@ def load(
 ) -> Models:
     """Loads the pair once and makes a virtual model of each decoder; `of_models` are further arguments of `LLM`.
 
-    An `Auto` among the decoders is by the `profile`, which is read before any weights are. All are checked before any
-    is compiled.
+    The profile of an `Auto` among the decoders is read before any weights are. All are checked before any is compiled.
     """
     shared = {"max_model_len", "page_size", "num_pages", "admission"}
     per_llm = {key: value for key, value in of_models.items() if key in shared}
     per_llm |= {"max_num_seqs": max_num_seqs, "seed": seed, "kv_fraction": 1 / len(decodings)}
     per_llm |= {"max_waiting": max_waiting, "compile_at_start": False}
     has_draft = gives_draft(model, of_models.get("draft_model"), of_models.get("draft_drop_layers"))
-    if profile is not None and not any(isinstance(one, Auto) for one in decodings):
-        raise ValueError("profile is given and no decoder is auto; add Auto() to the decoders, or leave profile out.")
     for one in decodings:
-        if isinstance(one, Auto) and profile is not None:
-            one.candidates(Profile.load(profile), has_draft=has_draft)
-    profiles: list[dict[str, Any]] = [{"profile": profile} if isinstance(one, Auto) else {} for one in decodings]
+        if isinstance(one, Auto) and one.profile is not None:
+            one.candidates(Profile.load(one.profile), has_draft=has_draft)
     # The first decoder that needs a draft loads it for all, on the devices that any needs. One by a profile may need
     # none.
     separate = bool(of_models.get("separate_draft"))
@@ -190,10 +192,10 @@ def load(
     first = drafting[0][-1] if drafting else 0
     llms: dict[int, AsyncLLM] = {}
     try:
-        llms[first] = AsyncLLM(model, decoding=decodings[first], **profiles[first], **{**of_models, **per_llm})
+        llms[first] = AsyncLLM(model, decoding=decodings[first], **{**of_models, **per_llm})
         for at, one in enumerate(decodings):
             if at != first:
-                llms[at] = AsyncLLM(share=llms[first].llm, decoding=one, **profiles[at], **per_llm)
+                llms[at] = AsyncLLM(share=llms[first].llm, decoding=one, **per_llm)
         models = Models(name or base_name(model), [llms[at] for at in range(len(decodings))])
         if compiles_at_start(compile_at_start):
             for llm in llms.values():

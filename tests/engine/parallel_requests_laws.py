@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, Auto, Rejection, RequestOutput, SamplingParams
 from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.planner import Profile
@@ -69,7 +69,7 @@ def test_requests_that_ask_for_more(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=rf"^profile is of {re.escape(on_two)} and this device is {re.escape(on_one)}; "
     ):
-        LLM(pair.target, draft_model=pair.draft, decoding="auto", dtype="float32", profile=tmp_path / "p.json")
+        LLM(pair.target, draft_model=pair.draft, decoding=Auto(profile=tmp_path / "p.json"), dtype="float32")
 
 
 def likeliest(output: RequestOutput) -> list[list[int]]:

@@ -82,7 +82,7 @@ def test_the_load_decides_and_no_token_changes(
     few = 4 + Footprint.of(SINGLE, 4).worst_case(1, MAX_MODEL_LEN) if admission == "optimistic" else None
     path = profile_of(base, TIMES, tmp_path / "p.json")
     fields = {**FIELDS, "admission": admission, "num_pages": few}
-    with LLM(share=base, decoding="auto", profile=path, **fields) as llm:
+    with LLM(share=base, decoding=Auto(profile=path), **fields) as llm:
         assert llm.decoding == SINGLE
         in_short_chunks(llm).warm_up(use_tqdm=False)  # or the first one runs in a batch for two
         compiled = llm.metrics()["compilations"]
@@ -119,9 +119,9 @@ def test_whoever_reads_when(
     monkeypatch.setattr(planned, "readings", lambda planner, decoding, *_: (decoding, other))
     if not same:
         with pytest.raises(ValueError, match=r"^readings must give the same tokens"):
-            LLM(share=base, decoding="auto", profile=path, **FIELDS)
+            LLM(share=base, decoding=Auto(profile=path), **FIELDS)
         monkeypatch.setattr(switch, "same_tokens", lambda *_: True)
-    with LLM(share=base, decoding="auto", profile=path, **FIELDS) as llm:
+    with LLM(share=base, decoding=Auto(profile=path), **FIELDS) as llm:
         assert (answers(llm) == fixed) == same
         assert min(llm.batch_cycles.values()) > 3
 
@@ -130,26 +130,26 @@ def test_one_decoder_is_chosen(base: LLM, tmp_path: Path, sparse: Pair) -> None:
     """The best in the mean over loads, whose tokens are those of the same decoder by name; alone it needs no draft."""
     times = {ALONE: {1: 9.0, 2: 1.0}, Rejection(2): {1: 1.0, 2: 1.6}, Rejection(3): {1: 2.0, 2: 9.0}}
     path = profile_of(base, times, tmp_path / "p.json")
-    with LLM(share=base, decoding="auto", profile=path, **FIELDS) as llm:
+    with LLM(share=base, decoding=Auto(profile=path), **FIELDS) as llm:
         assert llm.decoding == Rejection(2)
         assert llm.engine.runner.readings == (Rejection(2),)
         assert llm.batch_cycles == {str(Rejection(2)): 0}
     path = profile_of(base, {**times, ALONE: {1: 0.1, 2: 0.1}}, tmp_path / "q.json")
-    with LLM(sparse.target, decoding="auto", profile=path, **FIELDS) as llm:
+    with LLM(sparse.target, decoding=Auto(profile=path), **FIELDS) as llm:
         assert llm.decoding == ALONE
         assert llm.models.draft is None
 
 
 def test_what_is_refused(base: LLM, tmp_path: Path, sparse: Pair) -> None:
     path = profile_of(base, {Rejection(3): {1: 1.0}}, tmp_path / "p.json")
-    of_pair: dict[str, Any] = {"draft_model": sparse.draft, "profile": path}
-    with pytest.raises(ValueError, match=r"^profile is '.*' and decoding is rejection, K=4, which needs none"):
-        LLM(sparse.target, decoding=Rejection(), **of_pair)
+    of_pair: dict[str, Any] = {"draft_model": sparse.draft}
+    with pytest.raises(ValueError, match=r"^profile must be the path of a file, or None, got 3\.$"):
+        Auto(profile=3)
     with pytest.raises(ValueError, match=r"^profile chooses among exact decoders, and a population is asked for"):
-        LLM(sparse.target, decoding=Auto(n_particles=4), **of_pair)
+        LLM(sparse.target, decoding=Auto(n_particles=4, profile=path), **of_pair)
     with pytest.raises(ValueError, match=r"^profile has no strategy of the law 'exact' with gamma 7"):
-        LLM(sparse.target, decoding=Auto(gamma=7), **of_pair)
+        LLM(sparse.target, decoding=Auto(gamma=7, profile=path), **of_pair)
     with pytest.raises(ValueError, match=r"^profile '.*none' does not exist"):
-        LLM(sparse.target, decoding="auto", **{**of_pair, "profile": tmp_path / "none"})
+        LLM(sparse.target, decoding=Auto(profile=tmp_path / "none"), **of_pair)
     with pytest.raises(ValueError, match=r"^profile is of another draft_model, or of this one in another dtype"):
-        LLM(sparse.target, decoding="auto", **{**of_pair, "draft_model": sparse.target})
+        LLM(sparse.target, decoding=Auto(profile=path), draft_model=sparse.target)

@@ -45,9 +45,8 @@ def by_profile(pair_on_disk: Pair, path: Path) -> Iterator[Running]:
     """SMC, and the exact decoder that the profile says."""
     made = load(
         pair_on_disk.target,
-        with_exact([SMC(4, 3)], by_profile=True),
+        with_exact([SMC(4, 3)], path),
         name="pair",
-        profile=path,
         draft_model=pair_on_disk.draft,
         max_num_seqs=2,
         max_model_len=MAX_MODEL_LEN,
@@ -59,12 +58,12 @@ def by_profile(pair_on_disk: Pair, path: Path) -> Iterator[Running]:
 
 
 def test_who_is_exact() -> None:
-    assert with_exact([SMC()], by_profile=True) == [SMC(), Auto()]
-    assert with_exact([SMC(), Rejection(6)], by_profile=True) == [SMC(), Rejection(6)]
-    assert with_exact([Auto()], by_profile=True) == [Auto()]
+    assert with_exact([SMC()], "p") == [SMC(), Auto(profile="p")]
+    assert with_exact([SMC(), Rejection(6)]) == [SMC(), Rejection(6)]
+    assert with_exact([Auto(profile="p")], "p") == [Auto(profile="p")]
     exact, shared = SparseVerification(), SparseVerification("shared", 4)
-    assert with_exact([SMC(sparse=exact)], by_profile=True)[1] == Auto(sparse=exact)
-    assert with_exact([SMC(sparse=shared, approximate=True)], by_profile=True)[1] == Auto()
+    assert with_exact([SMC(sparse=exact)], "p")[1] == Auto(sparse=exact, profile="p")
+    assert with_exact([SMC(sparse=shared, approximate=True)], "p")[1] == Auto(profile="p")
 
 
 def test_it_is_listed(by_profile: Running) -> None:
@@ -102,7 +101,9 @@ def test_what_is_refused(
         return capfd.readouterr().err.strip().split("\n")[-1]
 
     assert "--decoding of serve must name a decoder, got auto" in said("--decoding", "auto")
-    assert "--profile is given and no decoder is auto" in said("--also", "Rejection(gamma=4)", "--profile", str(path))
+    assert "--profile is given and an exact decoder is named" in said(
+        "--also", "Rejection(gamma=4)", "--profile", str(path)
+    )
     assert "does not exist" in said("--profile", str(tmp_path / "none"))
     assert "a population is asked for" in said("--decoding", "auto", "-N", "4", "--profile", str(path))
     assert "profile is of a clock and this device is" in said(of=dataclasses.replace(profile, device="a clock"))
@@ -128,8 +129,7 @@ def test_those_who_fail_leave_no_weights(
     with pytest.raises(ValueError, match=r"^profile is of another model"):
         load(
             pair_on_disk.target,
-            [SMC(4, 3), Auto()],
-            profile=tmp_path / "other.json",
+            [SMC(4, 3), Auto(profile=tmp_path / "other.json")],
             draft_model=pair_on_disk.draft,
             page_size=4,
         )

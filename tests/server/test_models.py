@@ -83,9 +83,9 @@ def test_programs_are_compiled_when_it_is_asked_for(pair_on_disk: Pair, at_start
     asyncio.run(loaded.close())
 
 
-def test_a_profile_is_for_auto(pair_on_disk: Pair) -> None:
-    with pytest.raises(ValueError, match=r"^profile is given and no decoder is auto; add Auto\(\)"):
-        load(pair_on_disk.target, [Autoregressive()], profile="profile.json")
+def test_a_profile_is_for_auto() -> None:
+    with pytest.raises(ValueError, match=r"^profile is given and an exact decoder is named; leave one of them out"):
+        with_exact([Autoregressive()], "profile.json")
 
 
 def test_devices_are_those_of_the_decoder_that_needs_them(pair_on_disk: Pair) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import jax
 
@@ -21,8 +20,7 @@ class Planned:
     """The decoder that a profile recommends for what is requested.
 
     Args:
-        path: of the profile.
-        requested: the options that the user gave; one plain answer a request.
+        requested: the options that the user gave, the profile's path among them; one plain answer a request.
         has_draft: whether there is a draft.
         max_num_seqs: requests that run at once, at most.
         max_model_len: tokens of a request, at most.
@@ -35,10 +33,9 @@ class Planned:
     Raises ValueError for a file that cannot be used, or that has no strategy for what is requested.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], requested: Auto, *, has_draft: bool, max_num_seqs: int, max_model_len: int
-    ) -> None:
-        self._profile = Profile.load(path)
+    def __init__(self, requested: Auto, *, has_draft: bool, max_num_seqs: int, max_model_len: int) -> None:
+        assert requested.profile is not None
+        self._profile = Profile.load(requested.profile)
         self._planner = Planner(self._profile)
         candidates = requested.candidates(self._profile, has_draft=has_draft)
         contexts = {min(context, max_model_len) for context in self._profile.contexts}
