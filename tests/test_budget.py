@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -12,6 +13,7 @@ import pytest
 
 import smcjax
 from smcjax import LLM, SMC, Rejection
+from smcjax.cli.main import make_parser
 from smcjax.decoding.program import Program
 from smcjax.smc import cycle
 from smcjax.sparse.nsa import NSA
@@ -20,6 +22,7 @@ PACKAGE = Path(smcjax.__file__).parent
 FIELDS = {SMC: 16, Rejection: 7, NSA: 8, Program: 8}
 ARGUMENTS = {LLM.__init__: 24}
 FILES_IN_A_ROOM = 26
+OPTIONS_OF_GENERATE = 40
 SEAMS = "smcjax.decoders.parts has the seams of a cycle: pass a part to SMC in place of another option."
 # Names of variations of the cycle, which are parts and no branch of `cycle.py`.
 VARIATIONS = ("control", "early_end", "roulette", "branching", "watchdog", "pipelined", "KeepAll", "RejectionControl")
@@ -34,6 +37,13 @@ def test_fields(kind: type) -> None:
 def test_arguments(function: object) -> None:
     count = len(inspect.signature(function).parameters) - 1
     assert count <= ARGUMENTS[function], f"LLM takes {count} arguments; say which one the new one replaces."
+
+
+def test_options_of_generate() -> None:
+    """The prompt and --help counted."""
+    commands = next(one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)).choices
+    count = len(commands["generate"]._actions)
+    assert count <= OPTIONS_OF_GENERATE, "a decoder's option needs none: `--decoding 'SMC(option=value)'`."
 
 
 def test_files_in_a_room() -> None:

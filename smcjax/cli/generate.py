@@ -28,7 +28,7 @@ from smcjax.cli.options import (
     shows_progress,
 )
 from smcjax.cli.parser import text, whole
-from smcjax.cli.stdin import read_prompt, read_prompt_file, stdin_is_piped
+from smcjax.cli.stdin import read_prompt, stdin_is_piped
 from smcjax.decoders.written import Written
 from smcjax.engine.requests.sampling_params import MAX_SEED
 
@@ -43,7 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "prompt", type=text, nargs="?", help="the text to continue; - reads standard input, as does none where piped"
     )
     add_model_options(parser)
-    parser.add_argument("--prompt-file", metavar="FILE", help="a file whose text is the prompt")
     parser.add_argument(
         "--input-file",
         metavar="FILE",
@@ -129,12 +128,12 @@ def _run_lines(args: argparse.Namespace, decoding: Choice, params: SamplingParam
 
 def _check_sources(args: argparse.Namespace) -> None:
     """Refuses two places that a prompt may come from, none, and options that only a file of requests has."""
-    places = {"prompt": args.prompt, "--prompt-file": args.prompt_file, "--input-file": args.input_file}
+    places = {"prompt": args.prompt, "--input-file": args.input_file}
     given = [place for place, value in places.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"{given[0]} and {given[1]} are given, each with what to answer; leave one of them out.")
     if not given and not stdin_is_piped():
-        raise ValueError("there is no prompt; give one, or - for standard input, --prompt-file or --input-file.")
+        raise ValueError("there is no prompt; give one, - for standard input, or --input-file.")
     if args.input_file is None:
         for option, value in (("--output-file", args.output_file), ("--max-num-seqs", args.max_num_seqs)):
             if value is not None:
@@ -144,8 +143,6 @@ def _check_sources(args: argparse.Namespace) -> None:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    if args.prompt_file is not None:
-        return read_prompt_file(args.prompt_file)
     return read_prompt() if args.prompt in (None, "-") else args.prompt
 
 

@@ -22,6 +22,12 @@ from smcjax.tasks.questions import TASKS
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("int8",)
 ADMISSIONS = ("worst_case", "optimistic")
+# Arguments of `LLM` that are options about models and memory, of these names.
+LLM_ARGUMENTS: tuple[str, ...] = (
+    *("draft_model", "revision", "draft_revision", "draft_drop_layers", "dtype", "implementation", "quantization"),
+    *("draft_quantization", "tensor_parallel_size", "draft_tensor_parallel_size", "separate_draft", "max_model_len"),
+    *("page_size", "num_pages", "admission"),
+)
 # Short spellings of a decoder's options; `rows` is the one that its class has for the number of its rows.
 SHORT = ("n_particles", "gamma", "power", "control", "profile")
 
@@ -123,12 +129,20 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's matrices (default: as they are)")
     group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (default: as they are)")
     add_parallel_options(group)
-    add_separate_option(group)
     group.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
     group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     group.add_argument("--page-size", type=whole(1, 128), metavar="B", help="tokens in a KV page (16; or 128, see LLM)")
-    group.add_argument("--num-pages", type=whole(2, 1 << 30), metavar="P", help="KV pages (default: by memory)")
-    group.add_argument("--admission", choices=ADMISSIONS, default="worst_case", help="(worst_case)")
+
+
+def add_memory_options(parser: argparse._ActionsContainer) -> None:
+    """Adds options for the memory of what runs for long."""
+    parser.add_argument("--num-pages", type=whole(2, 1 << 30), metavar="P", help="KV pages (default: by memory)")
+    parser.add_argument(
+        "--admission",
+        choices=ADMISSIONS,
+        default="worst_case",
+        help="of requests: by the pages that they can need, or by those that others have needed (worst_case)",
+    )
 
 
 def add_parallel_options(parser: argparse._ActionsContainer, usual_draft: str = "what is quicker") -> None:
@@ -315,21 +329,5 @@ def one_shot_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `LLM` from the model options."""
-    return {
-        "draft_model": args.draft_model,
-        "revision": args.revision,
-        "draft_revision": args.draft_revision,
-        "draft_drop_layers": args.draft_drop_layers,
-        "dtype": args.dtype,
-        "quantization": args.quantization,
-        "draft_quantization": args.draft_quantization,
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "draft_tensor_parallel_size": args.draft_tensor_parallel_size,
-        "separate_draft": args.separate_draft,
-        "max_model_len": args.max_model_len,
-        "page_size": args.page_size,
-        "num_pages": args.num_pages,
-        "admission": args.admission,
-        "implementation": args.implementation,
-    }
+    """Keyword arguments of `LLM` from the model options that the command has."""
+    return {name: getattr(args, name) for name in LLM_ARGUMENTS if hasattr(args, name)}

@@ -77,11 +77,6 @@ def run(args: argparse.Namespace) -> int:
     check_task(args)
     if args.model is not None and args.draft_model is None and args.draft_drop_layers is None:
         args.decoding = Written(Autoregressive, {})
-    if args.separate_draft:
-        raise ValueError(
-            "--separate-draft is for pipelined SMC, which profile does not measure; leave it out: other decoders run "
-            "on two such devices as on one."
-        )
     check_models(args)
     has_draft = args.decoding.kind is Rejection
 
@@ -116,7 +111,6 @@ def run(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr, flush=True)
 
     arguments = {"model": args.model, **llm_arguments(args)}
-    del arguments["admission"]
     if not has_draft:
         arguments["draft_model"] = None
     with Profiler(plan, arguments, on_line) as profiler:

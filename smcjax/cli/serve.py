@@ -9,7 +9,9 @@ from typing import Any
 from smcjax.auto import Auto, Routed
 from smcjax.cli.options import (
     add_decoding_options,
+    add_memory_options,
     add_model_options,
+    add_separate_option,
     check_models,
     decoding_from,
     has_draft,
@@ -34,6 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("served", type=text, nargs="?", metavar="MODEL", help="the target, as by --model")
     add_model_options(parser)
     group = parser.add_argument_group("server")
+    add_memory_options(group)
+    add_separate_option(group)
     group.add_argument("--host", type=text, default="127.0.0.1", help="address to listen at (127.0.0.1)")
     group.add_argument("--port", type=whole(0, 65535), default=8000, help="port; 0 takes any that is free (8000)")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""Prompts from standard input, from a file, and line by line in a conversation."""
+"""Prompts from standard input, also line by line in a conversation, and texts of files."""
 
 from __future__ import annotations
 
@@ -75,14 +75,6 @@ def read_file(option: str, path: str, most: int = PROMPT_BYTES) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _no_text(error, f"{option} {path}") from None
-
-
-def read_prompt_file(path: str) -> str:
-    """The prompt in a file, without the line ends that editors add. Raises ValueError for none."""
-    prompt = read_file("--prompt-file", path).rstrip("\r\n")
-    if not prompt:
-        raise ValueError(f"--prompt-file {path} is empty; give at least one character.")
-    return prompt
 
 
 def _no_text(error: UnicodeDecodeError, named: str) -> ValueError:

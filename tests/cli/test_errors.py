@@ -62,7 +62,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*WRITTEN, "SMC(gamma=2)", "-K", "3"], "--gamma is given and --decoding says it too; leave one of them out."),
     ([*WRITTEN, "SMC(8)"], "argument --decoding: must have its options as name=value, got '8' without a name; see"),
     ([*WRITTEN, "SMC(select=print)"], "has select='print', which is no literal of Python; give a number, a text"),
-    ([*GENERATE, "--admission", "worst"], "is not one of worst_case, optimistic"),
+    (["serve", "--admission", "worst"], "is not one of worst_case, optimistic"),
     (["eval", "--context", "512"], "--context is an option of --task recall, got --task words; leave it out."),
     (["eval", "--task", "recal"], "did you mean recall?"),
     (["eval", "--task", "recall", "--model", "m", "--context", "100"], "--context must be at least 256"),
@@ -85,7 +85,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--max-model-len", "1"], "argument --max-model-len: must be a whole number from 2 to 1048576, got 1"),
     ([*GENERATE, "--max-model-len", str(10**12)], "--max-model-len: must be"),
     ([*GENERATE, "--page-size", "0"], "argument --page-size: must be a whole number from 1 to 128, got 0"),
-    ([*GENERATE, "--num-pages", "1"], "argument --num-pages: must be a whole number from 2 to 1073741824, got 1"),
+    (["serve", "--num-pages", "1"], "argument --num-pages: must be a whole number from 2 to 1073741824, got 1"),
     ([*GENERATE, "--decoding", "beam"], "--decoding"),
     ([*WRITTEN, "auto(early_end=True)"], "Auto has no argument early_end."),
     (
@@ -105,10 +105,8 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--trace", "/dev/null"], "--trace must be a file, got '/dev/null', which is none"),
     ([*GENERATE, "--trace", "/tmp/" + "x" * 300], "(File name too long); name another"),
     ([*GENERATE, "--stop", ""], "argument --stop: must not be empty"),
-    (["generate", "--prompt-file", "/no/such/file"], "--prompt-file /no/such/file cannot be read (No such file"),
-    (["generate", "--prompt-file", "/"], "--prompt-file / cannot be read (Is a directory); name another file."),
-    ([*GENERATE, "--prompt-file", "x"], "prompt and --prompt-file are given, each with what to answer; leave one"),
-    (["generate", "--input-file", "x", "--prompt-file", "y"], "--prompt-file and --input-file are given"),
+    ([*GENERATE, "--input-file", "x"], "prompt and --input-file are given, each with what to answer; leave one"),
+    (["generate", "--input-file", "/"], "--input-file / cannot be read (Is a directory); name another file."),
     (["generate", "--input-file", "/no/such/file"], "--input-file /no/such/file cannot be read (No such file"),
     (["generate", "--input-file", "x", "--output-file", "/no/such/place/y"], "--output-file must lie in a directory"),
     (["generate", "--input-file", "x", "--trace", "y"], "--trace is of one prompt, got --input-file; leave one of"),
@@ -384,7 +382,7 @@ def test_choices_are_those_of_the_library(pair: Pair) -> None:
             with pytest.raises(ValueError, match=name):
                 LLM(pair.target, draft_model=pair.draft, **{name: value})
             with pytest.raises(SystemExit):
-                parser.parse_args(["eval", f"--{name.replace('_', '-')}", str(value)])
+                parser.parse_args(["serve", f"--{name.replace('_', '-')}", str(value)])
     for argv in (
         *(["--admission", admission] for admission in options.ADMISSIONS),
         *(["--max-model-len", str(length)] for length in (2, 1 << 20)),
@@ -393,7 +391,7 @@ def test_choices_are_those_of_the_library(pair: Pair) -> None:
         *(["--max-num-seqs", str(batch)] for batch in (1, 4096)),
         *(["--seed", str(seed)] for seed in (0, MAX_SEED)),
     ):
-        parser.parse_args(["eval", *argv])
+        parser.parse_args(["serve", *argv])
 
 
 def test_stop_strings_at_another_power_are_left_to_who_knows_the_tokenizer() -> None:
