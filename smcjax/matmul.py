@@ -5,23 +5,16 @@
     matrix(params.unembed)(x, out=jnp.float32)       # logits
     matrix(params.embed).rows(tokens)
 
-Leaves of `Params` are plain arrays [out, in], or of a packed kind; `matrix` gives both the interface of `Matrix`. A new
-kind (float8, say) is a frozen dataclass that is registered as a pytree, stands in `PACKED` and implements `Matrix`;
-everything else goes by that. Kernels read `values` by themselves and take the dtypes of it that they know.
+Leaves of `Params` are plain arrays [out, in], or of a packed kind; `matrix` gives both the interface of `Matrix`. A
+packed kind is a frozen dataclass that is registered as a pytree, stands in `PACKED` and implements `Matrix`; everything
+else goes by that. Matrices in eight bits are one such kind, `Quantized`, whichever `Quantization` they have. Kernels
+read `values` by themselves and take the dtypes of it that they know.
 
 Matrices that several devices hold together (`smcjax.model.parallel`) come in three kinds. One that is split by rows,
 whose reader has its part of the outputs, is what it is on one device. `RowParallel` is split by columns and
 `VocabularyParallel` by rows that everybody needs; both are seen only within `jax.shard_map`, and all that devices say
 to each other is said here: `_sum_over`, `sum_over_neighbours` and `_gather_over`. The persistent decode step alone sums
 what a `RowParallel` leaves by itself.
-
-Int8 keeps half the bytes of bfloat16, with one scale a row and arithmetic as before:
-
-    W ≈ diag(scale) · values,   scale[o] = max |W[o]| / 127,   values = round(W / scale)
-    x · Wᵀ ≈ (x · valuesᵀ) ∘ scale
-
-int8 values are exact in bfloat16, so the only error is the rounding of the weights; the conversion is fused into the
-product's load. Columns are stored in the order that kernels want (`interleave`).
 """
 
 from __future__ import annotations
@@ -34,11 +27,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from smcjax.numerics import product_precision
-
-COLUMNS = 16  # whose order `interleave` changes: those of a tensor core's instruction
+from smcjax.quantization import QUANTIZATIONS, Quantization
 
 _dtypes: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("dtypes", default=None)
 
@@ -111,12 +103,18 @@ class Dense(Matrix):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int8(Matrix):
-    """A `Matrix` kept as int8 rows with a scale each."""
+class Quantized(Matrix):
+    """A `Matrix` kept as rows of eight-bit numbers with a scale each."""
 
-    values: Any  # Int8[Array, "O I"], columns as `interleave` orders them
+    values: Any  # [out, in] of `kind.dtype`, columns as `kind.ordered` orders them
     scale: Any  # Float32[Array, " O"]
     compute_dtype: str = dataclasses.field(metadata={"static": True})
+    quantization: str = dataclasses.field(metadata={"static": True})  # a name of `QUANTIZATIONS`
+
+    @property
+    def kind(self) -> Quantization:
+        """How the numbers are rounded and multiplied."""
+        return QUANTIZATIONS[self.quantization]
 
     @property
     def dtype(self) -> Any:
@@ -127,14 +125,17 @@ class Int8(Matrix):
         """x · Wᵀ, accumulated and scaled in f32, as `Matrix` says."""
         result = jnp.dtype(x.dtype if out is None else out)
         _record_product(self.values.dtype)
-        # The order is the matrix's, beside which a step's x is small.
-        y = _contract(interleave(x), self.values.astype(x.dtype), jnp.dtype(jnp.float32))
+        if self.kind.rounds_activations:
+            rounded, of_x = self.kind.round(x)
+            y = _contract(self.kind.ordered(rounded), self.values, jnp.dtype(jnp.float32)) * of_x[..., None]
+        else:  # the order is the matrix's, beside which a step's x is small
+            y = _contract(self.kind.ordered(x), self.values.astype(x.dtype), jnp.dtype(jnp.float32))
         y = (y * self.scale).astype(result)
         return y if add_to is None else add_to + y
 
     def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
         """Rows of W, multiplied out in f32, as `Matrix` says."""
-        wide = restore(self.values[ids]).astype(jnp.float32) * self.scale[ids][..., None]
+        wide = self.kind.restored(self.values[ids]).astype(jnp.float32) * self.scale[ids][..., None]
         return wide.astype(self.dtype if out is None else out)
 
 
@@ -243,8 +244,8 @@ class VocabularyParallel(Matrix):
         return _sum_over(self.axis, jnp.where(is_own[..., None], found, jnp.zeros_like(found)), self.peer_memory)
 
 
-PACKED = (Int8, RowParallel, VocabularyParallel)  # kinds that are leaves of `Params` by themselves
-ON_ONE_DEVICE = (Dense, Int8)  # kinds whose `values` are the whole matrix, as kernels take it
+PACKED = (Quantized, RowParallel, VocabularyParallel)  # kinds that are leaves of `Params` by themselves
+ON_ONE_DEVICE = (Dense, Quantized)  # kinds whose `values` are the whole matrix, as kernels take it
 
 
 def is_packed(leaf: Any) -> bool:
@@ -265,26 +266,3 @@ def matrix(leaf: Any) -> Matrix:
 def _contract(x: jax.Array, values: jax.Array, result: Any) -> jax.Array:
     dimensions, precision = (((x.ndim - 1,), (1,)), ((), ())), product_precision(x.dtype)
     return jax.lax.dot_general(x, values, dimensions, precision=precision, preferred_element_type=result)
-
-
-def interleave(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
-    """Columns in the order that int8 matrices are stored in: number habe of 16, in binary, becomes number baeh.
-
-    Thread ab of a tensor core's four loads from number 8b + 4a on, as Mosaic's `WGMMA_UPCAST_2X` has it. Columns are
-    as they are where I is no multiple of 16, which kernels do not take.
-    """
-    return _reordered(x, (2, 1, 3, 0))
-
-
-def restore(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
-    """Columns that `interleave` has ordered, in their own order."""
-    return _reordered(x, (3, 1, 0, 2))
-
-
-def _reordered(x: jax.Array, bits: tuple[int, ...]) -> jax.Array:
-    *shape, columns = x.shape
-    if columns % COLUMNS:
-        return x
-    first = len(shape) + 1
-    axes = (*range(first), *(first + bit for bit in bits))
-    return x.reshape(*shape, columns // COLUMNS, 2, 2, 2, 2).transpose(axes).reshape(x.shape)

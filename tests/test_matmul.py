@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from smcjax.matmul import Dense, interleave, is_packed, matrix, product_dtypes, restore
+from smcjax.matmul import Dense, is_packed, matrix, product_dtypes
 from smcjax.model.quantize import quantize_matrix
+from smcjax.quantization import FLOAT8, QUANTIZATIONS, interleave, restore
 
-KINDS = {"dense": lambda weight: weight, "int8": quantize_matrix}
+KINDS: dict[str, Any] = {
+    "dense": lambda weight: weight,
+    **{kind.name: functools.partial(quantize_matrix, kind=kind) for kind in QUANTIZATIONS.values()},
+}
 BFLOAT16 = 2.0**-7  # relative, of a rounded sum to which something is added
 
 
@@ -55,10 +60,17 @@ def test_a_product_is_that_with_the_rows(
         weight = matrix(KINDS[kind](values))
         assert (weight.shape, weight.dtype) == ((outputs, inputs), dtype)
         wide = weight.rows(slice(None), out=jnp.float32)
-        return wide, weight(x), weight(x, out=out), weight(x, add_to=residual, out=out)
+        rounded, scale = FLOAT8.round(x)
+        of_x = rounded.astype(jnp.float32) * scale[..., None]
+        return wide, of_x, weight(x), weight(x, out=out), weight(x, add_to=residual, out=out)
 
-    wide, plain, asked, added = products(x, residual, weight)
-    exact = np.asarray(x, np.float64) @ np.asarray(wide, np.float64).T
+    wide, of_x, plain, asked, added = products(x, residual, weight)
+    seen = np.asarray(x, np.float64)
+    if kind == "float8":  # what it multiplies is rounded too
+        largest = np.abs(seen).max(axis=-1, keepdims=True, initial=0.0)
+        assert (np.abs(of_x - seen) <= 2.0**-4 * np.abs(seen) + 2.0**-9 * largest / 448).all()
+        seen = np.asarray(of_x, np.float64)
+    exact = seen @ np.asarray(wide, np.float64).T
     close(plain, exact, dtype)
     close(asked, exact, out)
     close(added, np.asarray(residual, np.float64) + exact, out)
@@ -73,9 +85,10 @@ def test_rows_are_looked_up_in_the_dtype_of_the_matrix(kind: str, dtype: Any) ->
     rows = kept.rows(ids)
     assert (rows.shape, rows.dtype) == ((2, 2, 32), dtype)
     np.testing.assert_array_equal(rows, kept.rows(slice(None))[ids])
-    step = np.abs(np.asarray(weight, np.float64)).max(axis=1, keepdims=True) / 127  # of int8
+    largest = np.abs(np.asarray(weight, np.float64)).max(axis=1, keepdims=True)[ids]
     error = np.abs(np.asarray(rows, np.float64) - np.asarray(weight[ids], np.float64))
-    assert (error <= (0 if kind == "dense" else 0.51 * step[ids] + 2.0**-8 * np.abs(rows))).all()
+    allowed = {"dense": 0, "int8": 0.51 * largest / 127, "float8": 2.0**-4 * np.abs(rows) + 2.0**-9 * largest / 448}
+    assert (error <= allowed[kind] + (kind != "dense") * 2.0**-8 * np.abs(rows)).all()
 
 
 def test_a_packed_leaf_is_its_own_matrix(operands: tuple[jax.Array, jax.Array]) -> None:

@@ -12,8 +12,8 @@ from smcjax.engine.run.sharded_programs import DisaggregatedPrograms, ShardedPro
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one, two_devices
 from smcjax.model.params import Params, init_params
-from smcjax.model.quantize import check_quantization
 from smcjax.numerics import key_of
+from smcjax.quantization import check_quantization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +48,13 @@ class Models:
         layers = SHAPES[self.target].num_layers
         if self.target_layers is not None and not 1 <= self.target_layers <= layers:
             raise ValueError(f"target_layers must be 1 to {layers}, those of {self.target}, got {self.target_layers}.")
-        size, int8 = self.tensor_parallel_size, self.quantization is not None
+        size = self.tensor_parallel_size
         if size > 1:
-            check_split(self.target_config, size, self.target, "tensor_parallel_size", int8=int8)
+            held = {"quantization": self.quantization}
+            check_split(self.target_config, size, self.target, "tensor_parallel_size", **held)
         if self.draft_divided:
-            int8 = self.draft_quantization is not None
-            check_split(self.draft_config, size, self.draft, "draft_tensor_parallel_size", int8=int8)
+            held = {"quantization": self.draft_quantization}
+            check_split(self.draft_config, size, self.draft, "draft_tensor_parallel_size", **held)
 
     @functools.cached_property
     def parallel(self) -> TensorParallel | None:

@@ -20,7 +20,7 @@ from smcjax.errors import CheckpointError
 from smcjax.tasks.questions import TASKS
 
 DTYPES = ("auto", "bfloat16", "float32")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "float8")  # those of smcjax.quantization, which needs JAX
 ADMISSIONS = ("worst_case", "optimistic")
 # Arguments of `LLM` that are options about models and memory, of these names.
 LLM_ARGUMENTS: tuple[str, ...] = (

@@ -58,8 +58,8 @@ from smcjax.engine.run.settings import require_settings
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
-from smcjax.model.quantize import check_quantization
 from smcjax.normalize import names_unknown, short
+from smcjax.quantization import check_quantization
 from smcjax.structured.automaton import Automata
 
 logger = logging.getLogger("smcjax")
@@ -89,8 +89,9 @@ class LLM:
             and `Rejection()` with the same draft the rest (temperature 0, top_k, top_p, penalties, biases); without a
             draft the target alone answers all. `RequestOutput.decoding` says which one did.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
-        quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
-            made when they are loaded, or as a directory stores them; activations and KV stay in `dtype`.
+        quantization, draft_quantization: "int8" or "float8" keeps the target's, the draft's matrices in eight bits a
+            number with a scale a row, made when they are loaded, or as a directory stores them; KV stays in `dtype`,
+            and with "int8" activations do (`smcjax.quantization`).
         max_model_len: prompt and generated tokens of a request at most; None: 2048, or what the models allow if less.
         max_num_seqs: requests (not particles) in one batch.
         page_size: tokens in a KV page, 1 to 128; None: 16, or 128 where kernels read a sparse target in groups, which
@@ -133,8 +134,8 @@ class LLM:
         draft_drop_layers: Sequence[int] | None = None,
         decoding: Choice | Literal["auto"] | None = None,
         dtype: Literal["auto", "bfloat16", "float32"] = "auto",
-        quantization: Literal["int8"] | None = None,
-        draft_quantization: Literal["int8"] | None = None,
+        quantization: Literal["int8", "float8"] | None = None,
+        draft_quantization: Literal["int8", "float8"] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         page_size: int | None = None,

@@ -16,17 +16,17 @@ import numpy as np
 from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, shortened
-from smcjax.matmul import Int8, interleave, restore
+from smcjax.matmul import Quantized
 from smcjax.model.attention import Weights
 from smcjax.model.config import ModelConfig
 from smcjax.model.gguf import GGUF_NAMES, ends_by_name, read_gguf
 from smcjax.model.hf_config import ReadConfig, read_config
-from smcjax.model.hf_quantization import INT8
 from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetched_model, is_hub_id, packaged_model
 from smcjax.model.parallel import TensorParallel, layouts
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes, qk_norm_widths
-from smcjax.model.quantize import check_quantization, quantize_matrix, streamed
+from smcjax.model.quantize import streamed
 from smcjax.model.tensor_files import Source, TensorFile, Tensors, refuse_companions, with_scales
+from smcjax.quantization import QUANTIZATIONS, Quantization, check_quantization
 
 logger = logging.getLogger("smcjax")
 
@@ -132,11 +132,14 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     return _read_directory(directory).config if directory.is_dir() else read_gguf(directory)[0]
 
 
-def stores_int8(directory: str | os.PathLike[str]) -> bool:
-    """True where config.json says that matrices are stored in int8; False of a GGUF file."""
+def stored_quantization(directory: str | os.PathLike[str]) -> str | None:
+    """The name of the quantisation in which config.json says that matrices are stored; None of a GGUF file.
+
+    Of float8 with a scale a block it is None as well: such matrices are multiplied out.
+    """
     directory = resolve_model_path(directory)
     stored = _read_directory(directory).storage if directory.is_dir() else None
-    return stored is not None and stored.dtype == INT8
+    return stored.kind.name if stored is not None and stored.stays else None
 
 
 def _read_directory(directory: Path) -> ReadConfig:
@@ -187,8 +190,8 @@ def load_checkpoint(
     left over or of another shape, else CheckpointError.
 
     Matrices that a directory stores in int8 or float8 (`smcjax.model.hf_quantization`) are multiplied out, in float32,
-    and cast. With `quantization="int8"` those in int8 that `quantize_params` covers are `Int8` with the stored numbers
-    and scales; it rounds the others.
+    and cast. With that `quantization` those in the same that `quantize_params` covers are `Quantized` with the stored
+    numbers and scales; it rounds the others.
 
     Host memory beyond the files' page cache is one matrix at a time.
     """
@@ -209,20 +212,22 @@ def load_checkpoint(
     config = dataclasses.replace(config, dtype=target.name)
     stacks, treedef = jax.tree.flatten(tensor_names(config, *named))
     shapes = param_shapes(config, target)
-    keep = [quantization is not None and covered for covered in streamed(shapes)]
+    kind = None if quantization is None else QUANTIZATIONS[quantization]
+    keep = [kind is not None and covered for covered in streamed(shapes)]
     account_for_names(path, stacks, jax.tree.leaves(shapes), aliases, source.tensors)
 
     leaves = []
     layout_of = jax.tree.leaves(shapes if parallel is None else layouts(config, parallel.size, parallel.vocabulary))
-    for stack, shape, as_int8, layout in zip(stacks, jax.tree.leaves(shapes), keep, layout_of, strict=True):
+    for stack, shape, as_stored, layout in zip(stacks, jax.tree.leaves(shapes), keep, layout_of, strict=True):
         parts = [(aliases.get(name, name), rows) for name, rows in stack.parts]
         leaf: Any
-        if as_int8 and any(source.is_int8(name) for name, _ in parts):
-            values, scale, kept = *_read_int8(source, parts, shape), jnp.dtype(shape.dtype).name
+        if kind is not None and as_stored and any(source.is_stored(name, kind) for name, _ in parts):
+            values, scale = _read_quantized(source, parts, shape, kind)
+            dtype_name = jnp.dtype(shape.dtype).name
             if parallel is None:
-                leaf = Int8(jax.jit(interleave)(values), jnp.asarray(scale), kept)
+                leaf = Quantized(jax.jit(kind.ordered)(values), jnp.asarray(scale), dtype_name, kind.name)
             else:
-                leaf = parallel.place_int8(values, scale, layout, kept)
+                leaf = parallel.place_quantized(values, scale, layout, dtype_name, kind)
         else:
             read = read_stack(source, parts, shape, stack.offset)
             leaf = jax.device_put(read) if parallel is None else parallel.place(read, layout)
@@ -281,19 +286,20 @@ def _require_finite(source: Source, name: str, rows: slice, values: np.ndarray) 
         )
 
 
-def _read_int8(
-    source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct
+def _read_quantized(
+    source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct, kind: Quantization
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers and scales of tensors in int8; those of another dtype are rounded to it, row by row as ever."""
-    values, scale = np.empty(shape.shape, np.int8), np.empty(shape.shape[0], np.float32)
+    """The numbers and scales of tensors in eight bits; those of another dtype are rounded, row by row as ever."""
+    values, scale = np.empty(shape.shape, jnp.dtype(kind.dtype)), np.empty(shape.shape[0], np.float32)
     for name, rows, place in _chunks(parts):
-        if source.is_int8(name):
-            values[place], scale[place] = source.stored_rows(name)[rows], source.scales[name][rows, 0]
+        if source.is_stored(name, kind):
+            of_rows = source.scales[name][:, 0]  # one of all rows, or one each
+            values[place], scale[place] = source.stored_rows(name)[rows], of_rows[rows] if len(of_rows) > 1 else of_rows
+            _require_finite(source, name, rows, values[place].astype(np.float32))
         else:
             stored = source.rows(name)[rows].astype(shape.dtype)
             _require_finite(source, name, rows, stored)
-            rounded = jax.jit(quantize_matrix)(stored)
-            values[place], scale[place] = restore(rounded.values), rounded.scale
+            values[place], scale[place] = jax.jit(kind.round)(stored)
     return values, scale
 
 

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from smcjax.matmul import is_packed, restore
+from smcjax.matmul import Quantized, is_packed
 from smcjax.model.checkpoint import Stack, tensor_names
 from smcjax.model.config import ModelConfig
 from smcjax.model.families import Family, families
 from smcjax.model.hf_config import config_from_hf
-from smcjax.model.hf_quantization import SCALE, written_int8
+from smcjax.model.hf_quantization import SCALE, written
 from smcjax.model.params import Params, param_shapes
-from smcjax.model.quantize import check_quantization, quantize_matrix, streamed
+from smcjax.model.quantize import quantize_matrix, streamed
+from smcjax.quantization import QUANTIZATIONS, Quantization, check_quantization
 
 _DTYPES = {"float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16), "float16": ("F16", np.float16)}
 
@@ -101,38 +102,41 @@ def save_checkpoint(
     """Write config.json, generation_config.json and model.safetensors into `directory`, made if need be.
 
     Weights are cast to `dtype` ("bfloat16", "float32" or "float16") and written one matrix at a time. With
-    `quantization="int8"` the matrices that `quantize_params` covers are written as it makes them, in int8 with a
+    `quantization` "int8" or "float8" the matrices that `quantize_params` covers are written as it makes them, with a
     float32 scale a row (`smcjax.model.hf_quantization`); those of `params` that are so already as they are. The weights
     file appears under its name only when complete.
 
-    Raises ValueError where `params` are not those of `config`, hold int8 matrices without `quantization`, or a matrix
-    to be quantised holds what is no finite number.
+    Raises ValueError where `params` are not those of `config`, hold matrices in eight bits of another kind than
+    `quantization`, or a matrix to be quantised holds what is no finite number.
     """
     check_quantization("quantization", quantization)
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but weights are written as one of {', '.join(_DTYPES)}; choose one")
-    family, written = written_config(dataclasses.replace(config, dtype=dtype))
+    family, keys = written_config(dataclasses.replace(config, dtype=dtype))
     shapes = jax.tree.leaves(param_shapes(config, dtype))
     stacks = jax.tree.leaves(tensor_names(config, family.names, family.norm_offset))
     leaves = jax.tree.leaves(params, is_leaf=is_packed)
     if [leaf.shape for leaf in leaves] != [shape.shape for shape in shapes]:
         raise ValueError("the shapes of params are not those that config calls for; pass the two that belong together")
-    if quantization is None and any(map(is_packed, leaves)):
-        raise ValueError(
-            "params hold int8 matrices and quantization is None; pass 'int8', which writes them as they are"
-        )
-    matrices = [quantization is not None and covered for covered in streamed(params)]
-    if quantization is not None:
-        written["quantization_config"] = written_int8(tied=config.tie_embeddings)
-        _require_numbers(stacks, leaves, matrices)
+    kind = None if quantization is None else QUANTIZATIONS[quantization]
+    for leaf in leaves:
+        if isinstance(leaf, Quantized) and leaf.quantization != quantization:
+            raise ValueError(
+                f"params hold {leaf.quantization} matrices and quantization is {quantization!r}; pass "
+                f"{leaf.quantization!r}, which writes them as they are"
+            )
+    kinds = [kind if covered else None for covered in streamed(params)]
+    if kind is not None:
+        keys["quantization_config"] = written(kind, tied=config.tie_embeddings)
+        _require_numbers(stacks, leaves, kinds)
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / "model.safetensors.partial"
-    _write_safetensors(partial, stacks, leaves, matrices, dtype)
+    _write_safetensors(partial, stacks, leaves, kinds, dtype)
     os.replace(partial, directory / "model.safetensors")
-    _write_json(directory / "config.json", written)
-    generation = {key: written[key] for key in ("bos_token_id", "eos_token_id") if written[key] is not None}
+    _write_json(directory / "config.json", keys)
+    generation = {key: keys[key] for key in ("bos_token_id", "eos_token_id") if keys[key] is not None}
     _write_json(directory / "generation_config.json", generation)
 
 
@@ -140,28 +144,31 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _require_numbers(stacks: list[Stack], leaves: list[Any], matrices: list[bool]) -> None:
-    for stack, leaf, quantised in zip(stacks, leaves, matrices, strict=True):
+def _require_numbers(stacks: list[Stack], leaves: list[Any], kinds: list[Quantization | None]) -> None:
+    for stack, leaf, kind in zip(stacks, leaves, kinds, strict=True):
         numbers = leaf.scale if is_packed(leaf) else leaf
-        if quantised and not (jnp.isfinite(numbers).all() and (not is_packed(leaf) or (numbers > 0).all())):
+        if kind is not None and not (jnp.isfinite(numbers).all() and (not is_packed(leaf) or (numbers > 0).all())):
             raise ValueError(
                 f"params hold a NaN, an infinity or a scale that is not positive in {stack.parts[0][0]} or what is "
-                "fused with it, which int8 cannot keep; correct it, or leave quantization out"
+                f"fused with it, which {kind.name} cannot keep; correct it, or leave quantization out"
             )
 
 
-def _write_safetensors(path: Path, stacks: list[Stack], leaves: list[Any], matrices: list[bool], dtype: str) -> None:
+def _write_safetensors(
+    path: Path, stacks: list[Stack], leaves: list[Any], kinds: list[Quantization | None], dtype: str
+) -> None:
     """Header first, which needs shapes only; then each matrix, to the places of its parts.
 
-    `matrices` are the leaves that are stored in int8. Tensors of wider dtypes come first, so that all are aligned.
+    `kinds` says of each leaf in which eight bits it is stored, None for `dtype`. Tensors of wider
+    dtypes come first, so that all are aligned.
     """
     code, numpy_dtype = _DTYPES[dtype]
     entries: list[tuple[str, str, tuple[int, ...], int]] = []
-    for stack, leaf, quantised in zip(stacks, leaves, matrices, strict=True):
+    for stack, leaf, kind in zip(stacks, leaves, kinds, strict=True):
         for name, rows in stack.parts:
             shape = (rows, *leaf.shape[1:])
-            if quantised:
-                entries += [(name, "I8", shape, 1), (name + SCALE, "F32", (rows, 1), 4)]
+            if kind is not None:
+                entries += [(name, kind.stored, shape, 1), (name + SCALE, "F32", (rows, 1), 4)]
             else:
                 entries.append((name, code, shape, np.dtype(numpy_dtype).itemsize))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for this entry
@@ -171,7 +178,7 @@ def _write_safetensors(path: Path, stacks: list[Stack], leaves: list[Any], matri
         header[name] = {"dtype": own_code, "shape": shape, "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    quantize = jax.jit(quantize_matrix)
+    quantize = jax.jit(quantize_matrix, static_argnames="kind")
     with open(path, "wb") as file:
 
         def put(name: str, values: np.ndarray) -> None:
@@ -179,11 +186,11 @@ def _write_safetensors(path: Path, stacks: list[Stack], leaves: list[Any], matri
             file.write(np.ascontiguousarray(values).tobytes())
 
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for stack, leaf, quantised in zip(stacks, leaves, matrices, strict=True):
+        for stack, leaf, kind in zip(stacks, leaves, kinds, strict=True):
             kept: dict[str, np.ndarray]  # what is added to the name of each part, and the rows of all of them
-            if quantised:
-                packed = leaf if is_packed(leaf) else quantize(leaf)
-                kept = {"": np.asarray(restore(packed.values)), SCALE: np.asarray(packed.scale)[:, None]}
+            if kind is not None:
+                packed = leaf if is_packed(leaf) else quantize(leaf, kind=kind)
+                kept = {"": np.asarray(kind.restored(packed.values)), SCALE: np.asarray(packed.scale)[:, None]}
             else:
                 values = np.asarray(leaf)
                 kept = {"": (values - np.float32(stack.offset) if stack.offset else values).astype(numpy_dtype)}

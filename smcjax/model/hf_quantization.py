@@ -13,8 +13,8 @@ columns:
 | fbgemm_fp8 | float8 | a row | NAME_scale [out, 1] |
 
 Which matrices are kept so is seen in the files. Activations are computed in the weights' dtype, whatever a config says
-of theirs: that is nearer to the model before it was quantised. Int8 matrices may stay so (`quantization="int8"`), and
-others are multiplied out.
+of theirs: that is nearer to the model before it was quantised. Matrices with a scale a row, or one, may stay so
+(`quantization="int8"` or `"float8"`), and others are multiplied out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import dataclasses
 from typing import Any
 
 from smcjax.model.hf_keys import HFKeys
+from smcjax.quantization import FLOAT8, INT8, Quantization
 
 SCALE = "_scale"  # added to a tensor's name
-INT8, FLOAT8 = "I8", "F8_E4M3"  # in safetensors' spelling
-_METHOD, _FORMAT = "compressed-tensors", "int-quantized"
+_METHOD, _FORMAT, _FLOAT_FORMAT = "compressed-tensors", "int-quantized", "float-quantized"
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _NO_SAY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # how scales were found; how files keep them
 _READ = (
@@ -40,12 +40,12 @@ class Storage:
     """How a directory stores its quantised matrices.
 
     Attributes:
-        dtype: of their numbers, `INT8` or `FLOAT8`.
+        kind: how their numbers were rounded.
         block: rows and columns that have one scale; None: all of the matrix's.
         suffix: is added to a matrix's name for that of its scales.
     """
 
-    dtype: str
+    kind: Quantization
     block: tuple[int | None, int | None] = (1, None)
     suffix: str = SCALE
 
@@ -56,9 +56,15 @@ class Storage:
         )
         return rows, columns
 
+    @property
+    def stays(self) -> bool:
+        """True where matrices may stay as they are stored: with a scale a row, or one."""
+        rows, columns = self.block
+        return columns is None and rows in (1, None)
+
     def is_of_activations(self, name: str) -> bool:
         """True for tensors that say how activations were quantised, which are not read."""
-        return self.dtype == FLOAT8 and name.endswith((".input_scale", ".input_scale_ub"))
+        return self.kind == FLOAT8 and name.endswith((".input_scale", ".input_scale_ub"))
 
 
 def storage(keys: HFKeys) -> Storage | None:
@@ -93,8 +99,8 @@ def _fp8(keys: HFKeys) -> Storage:
 
 
 def _compressed_tensors(outer: HFKeys) -> Storage:
-    float8 = outer.raw("format") == "float-quantized"
-    kind = "float-quantized" if float8 else _FORMAT
+    float8 = outer.raw("format") == _FLOAT_FORMAT
+    kind = _FLOAT_FORMAT if float8 else _FORMAT
     _require(outer, {"quant_method": _METHOD, "format": kind})
     _refuse(outer, "kv_cache_scheme", "sparsity_config", "transform_config")
     _skip(outer, "ignore", "version", "quantization_status", "global_compression_ratio")
@@ -168,21 +174,24 @@ def _skip(keys: HFKeys, *names: str) -> None:
         keys.raw(name)
 
 
-def written_int8(*, tied: bool) -> dict[str, Any]:
-    """The quantization_config of a decoder whose every matrix that a forward streams is stored in int8.
+def written(kind: Quantization, *, tied: bool) -> dict[str, Any]:
+    """The quantization_config of a decoder whose every matrix that a forward streams is stored in eight bits.
 
-    `tied`: the embedding is the head's matrix, and is stored in int8 under the embedding's name.
+    `tied`: the embedding is the head's matrix, and is stored so under the embedding's name.
     """
+    kept = _FORMAT if kind == INT8 else _FLOAT_FORMAT
+    weights = _WEIGHTS if kind == INT8 else {**_WEIGHTS, "type": "float"}
+    of_activations = {**weights, "strategy": "token", "dynamic": True} if kind.rounds_activations else None
     group = {
-        "format": _FORMAT,  # without, compressed-tensors takes weights alone for another
+        "format": kept,  # without, compressed-tensors takes weights alone for another
         "targets": ["Linear", "Embedding"] if tied else ["Linear"],
-        "weights": _WEIGHTS,
-        "input_activations": None,
+        "weights": weights,
+        "input_activations": of_activations,
         "output_activations": None,
     }
     return {
         "quant_method": _METHOD,
-        "format": _FORMAT,
+        "format": kept,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"] if tied else [],  # which is the embedding

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from smcjax.matmul import COLUMNS, Int8, PeerMemory, RowParallel, VocabularyParallel, interleave, is_packed, matrix
+from smcjax.matmul import PeerMemory, Quantized, RowParallel, VocabularyParallel, is_packed, matrix
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Folded, Params, init_leaf, param_shapes
+from smcjax.quantization import QUANTIZATIONS, Quantization
 
 AXIS = "model"  # of the mesh
 MAX_DEVICES = 64  # that a sentence tries when it says which numbers fit
@@ -103,22 +104,23 @@ def layouts(config: ModelConfig, size: int, vocabulary: bool = True) -> Params:
 WHOLE = Layout()
 
 
-def check_split(config: ModelConfig, size: int, model: str, argument: str, *, int8: bool = False) -> None:
+def check_split(config: ModelConfig, size: int, model: str, argument: str, *, quantization: str | None = None) -> None:
     """Raises ValueError where `size` devices cannot hold a model together: its name, and that of the argument."""
-    if fits(config, size, int8):
+    columns = 1 if quantization is None else QUANTIZATIONS[quantization].columns
+    if fits(config, size, columns):
         return
     if _norms_all_heads(config):
         raise ValueError(
             f"{argument} is {size} and {model} norms the queries and keys of all heads at once, of which each device "
             "would have its own only; use 1."
         )
-    fitting = [str(number) for number in range(1, MAX_DEVICES + 1) if fits(config, number, int8)]
+    fitting = [str(number) for number in range(1, MAX_DEVICES + 1) if fits(config, number, columns)]
     several = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if fitting[1:] else fitting[0]
     if fits(config, size):
         attention, f = config.num_heads * config.head_dim, config.intermediate_size
         raise ValueError(
-            f"{argument} is {size} and {model} has matrices of {attention} and {f} columns in int8, of which each "
-            f"device must hold a multiple of {COLUMNS}; use {several}, or no int8."
+            f"{argument} is {size} and {model} has matrices of {attention} and {f} columns in {quantization}, of which "
+            f"each device must hold a multiple of {columns}; use {several}, or no {quantization}."
         )
     raise ValueError(
         f"{argument} is {size} and {model} has {config.num_heads} attention heads, {config.num_kv_heads} key-value "
@@ -127,12 +129,14 @@ def check_split(config: ModelConfig, size: int, model: str, argument: str, *, in
     )
 
 
-def fits(config: ModelConfig, size: int, int8: bool = False) -> bool:
-    """True where every one of `size` devices gets as much, and all queries of a device their key-value heads."""
+def fits(config: ModelConfig, size: int, columns: int = 1) -> bool:
+    """True where every one of `size` devices gets as much, and all queries of a device their key-value heads.
+
+    Columns of matrices in eight bits may be stored in an order within each so many `columns`.
+    """
     heads, kv_heads, f = config.num_heads, config.num_kv_heads, config.intermediate_size
     inputs = (heads * config.head_dim, f)
-    # Columns of int8 matrices are stored in an order within each 16.
-    whole = not int8 or all(width % COLUMNS or not (width // size) % COLUMNS for width in inputs)
+    whole = all(width % columns or not (width // size) % columns for width in inputs)
     divide = not heads % size and not f % size and (not kv_heads % size or not size % kv_heads)
     return divide and whole and (size == 1 or not _norms_all_heads(config))
 
@@ -229,14 +233,16 @@ class TensorParallel:
         """Puts a host's array on the devices, on each its own piece and no more."""
         return self._joined(layout.pieces(array, self.size), layout)
 
-    def place_int8(self, values: np.ndarray, scale: np.ndarray, layout: Layout, dtype: str) -> Int8:
-        """Puts an int8 matrix, its columns in their own order, and its scales on the devices."""
-        order = jax.jit(interleave)
+    def place_quantized(
+        self, values: np.ndarray, scale: np.ndarray, layout: Layout, dtype: str, kind: Quantization
+    ) -> Quantized:
+        """Puts a matrix in eight bits, its columns in their own order, and its scales on the devices."""
+        order = jax.jit(kind.ordered)
         placed = [
             order(jax.device_put(piece, device)) for piece, device in self._dealt(layout.pieces(values, self.size))
         ]
         of_scale = layout if layout.axis == 0 else WHOLE
-        return Int8(self._joined(placed, layout), self.place(scale, of_scale), dtype)
+        return Quantized(self._joined(placed, layout), self.place(scale, of_scale), dtype, kind.name)
 
     def _dealt(self, pieces: Sequence[Any]) -> list[tuple[Any, jax.Device]]:
         return list(zip(pieces, self.mesh.devices.flat, strict=True))
@@ -257,7 +263,7 @@ class TensorParallel:
             if not is_packed(leaf):
                 return jax.device_put(leaf, self.sharding(layout))
             of_scale = layout if layout.axis == 0 else WHOLE
-            places = Int8(self.sharding(layout), self.sharding(of_scale), leaf.compute_dtype)
+            places = dataclasses.replace(leaf, values=self.sharding(layout), scale=self.sharding(of_scale))
             return jax.device_put(leaf, places)
 
         return jax.tree.map(place, layouts(config, self.size, self.vocabulary), params)

@@ -15,9 +15,11 @@ import safetensors
 
 from smcjax.errors import CheckpointError
 from smcjax.files import Unreadable, require_file, shortened
-from smcjax.model.hf_quantization import FLOAT8, INT8, Storage
+from smcjax.model.hf_quantization import Storage
+from smcjax.quantization import FLOAT8, QUANTIZATIONS, Quantization
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
+_STORED = tuple(one.stored for one in QUANTIZATIONS.values())
 COMPANIONS = {  # files beside the weights that say what those do not, and what that is
     "adapter_config.json": "an adapter, which is not applied; merge it into the weights",
     **dict.fromkeys(
@@ -72,8 +74,8 @@ class TensorFile:
 
     def stored_rows(self, name: str) -> Any:
         """A lazy view of the numbers of one quantised matrix, of int8 or float8."""
-        self.require(name, INT8, FLOAT8)
-        return self.handle.get_slice(name) if self.dtype(name) == INT8 else self._float8(name)
+        self.require(name, *_STORED)
+        return self._float8(name) if self.dtype(name) == FLOAT8.stored else self.handle.get_slice(name)
 
     def _float8(self, name: str) -> np.ndarray:
         """The tensor mapped from the file, since safetensors asks NumPy for a dtype that it has not."""
@@ -133,9 +135,9 @@ class Source:
         shape = self.tensors[name].shapes[name]
         return _Product(self.stored_rows(name), self.scales[name], shape, self.storage.block)
 
-    def is_int8(self, name: str) -> bool:
-        """True for a matrix that is stored in int8, with a scale a row."""
-        return name in self.scales and self.storage is not None and self.storage.dtype == INT8
+    def is_stored(self, name: str, kind: Quantization) -> bool:
+        """True for a matrix that is stored in this quantisation."""
+        return name in self.scales and self.storage is not None and self.storage.kind == kind and self.storage.stays
 
     def stored_rows(self, name: str) -> Any:
         """A lazy view of the stored numbers of a quantised matrix."""
@@ -157,7 +159,7 @@ def with_scales(directory: Path, tensors: dict[str, TensorFile], storage: Storag
     `storage` is how the config says that those are stored. Scales of activations are left out.
     """
     dtypes = {name: file.dtype(name) for name, file in tensors.items()}
-    stored = [name for name, dtype in dtypes.items() if dtype in (INT8, FLOAT8)]
+    stored = [name for name, dtype in dtypes.items() if dtype in _STORED]
     if stored and storage is None:
         raise CheckpointError(
             f"tensor {shortened(repr(stored[0]))} in {tensors[stored[0]].path} has dtype {dtypes[stored[0]]} and "
@@ -166,11 +168,10 @@ def with_scales(directory: Path, tensors: dict[str, TensorFile], storage: Storag
         )
     if storage is None:
         return Source(tensors)
-    kind = "int8" if storage.dtype == INT8 else "float8"
-    if storage.dtype not in dtypes.values():
+    if storage.kind.stored not in dtypes.values():
         raise CheckpointError(
-            f"{directory / 'config.json'} has a quantization_config for {kind} and the .safetensors files beside it "
-            f"have no tensor of dtype {storage.dtype}; use the config.json that belongs to them"
+            f"{directory / 'config.json'} has a quantization_config for {storage.kind.name} and the .safetensors files "
+            f"beside it have no tensor of dtype {storage.kind.stored}; use the config.json that belongs to them"
         )
     scales = {name: _read_scales(tensors, name, storage) for name in stored}
     beside = {name + storage.suffix for name in scales}
@@ -181,15 +182,15 @@ def with_scales(directory: Path, tensors: dict[str, TensorFile], storage: Storag
 def _read_scales(tensors: Mapping[str, TensorFile], name: str, storage: Storage) -> np.ndarray:
     """The scales Float32[⌈out/rows⌉, ⌈in/columns⌉] of a quantised matrix: positive and finite."""
     file, shape, scale_name = tensors[name], tensors[name].shapes[name], name + storage.suffix
-    file.require(name, storage.dtype)
+    file.require(name, storage.kind.stored)
     if len(shape) != 2:
         raise CheckpointError(
-            f"tensor {shortened(repr(name))} in {file.path} has dtype {storage.dtype} and the shape "
+            f"tensor {shortened(repr(name))} in {file.path} has dtype {storage.kind.stored} and the shape "
             f"{shortened(list(shape))}, but only matrices are read so; convert the model again"
         )
     if scale_name not in tensors:
         raise CheckpointError(
-            f"tensor {shortened(repr(name))} in {file.path} has dtype {storage.dtype} and its scales, "
+            f"tensor {shortened(repr(name))} in {file.path} has dtype {storage.kind.stored} and its scales, "
             f"{shortened(repr(scale_name))}, are missing; fetch or convert the model again"
         )
     scale_file, wanted = tensors[scale_name], storage.scales_shape(shape)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smcjax.decoding.ngram import NGRAM
-from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, stores_int8
+from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, stored_quantization
 from smcjax.model.config import ModelConfig
 from smcjax.model.dropping import drop_layers, dropped_config
 from smcjax.model.eagle_files import is_eagle
@@ -73,10 +73,10 @@ class Paths:
                 f"draft_model {draft} has Native Sparse Attention, whose choice of blocks has no gradient here; name a "
                 "model with dense attention."
             )
-        if stores_int8(draft):
+        if stored := stored_quantization(draft):
             raise ValueError(
-                f"draft_model {draft} holds its matrices in int8, which cannot be trained; name the model that they "
-                "were rounded from."
+                f"draft_model {draft} holds its matrices in {stored}, which cannot be trained; name the model that "
+                "they were rounded from."
             )
         try:
             written_config(config)

@@ -17,7 +17,7 @@ from smcjax.bench import shapes
 from smcjax.cli import bench_options, generate, main, options
 from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.model.checkpoint import weights_dtype
-from smcjax.model.quantize import check_quantization
+from smcjax.quantization import check_quantization
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result
 

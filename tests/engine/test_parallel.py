@@ -15,6 +15,7 @@ import pytest
 from smcjax.bench.shapes import ATTENTIONS, SHAPES
 from smcjax.model.config import LayerSpec
 from smcjax.model.parallel import check_split, devices_of_host, fits
+from smcjax.quantization import COLUMNS
 
 TESTS = Path(__file__).parents[1]
 LAWS = [
@@ -64,7 +65,7 @@ def test_devices_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_divides_real_models() -> None:
     assert [n for n in range(1, 129) if fits(SHAPES["llama-3.1-70b"], n)] == [1, 2, 4, 8, 16, 32, 64]
-    assert [n for n in range(1, 17) if fits(SHAPES["llama-3.2-1b"], n, int8=True)] == [1, 2, 4, 8, 16]
+    assert [n for n in range(1, 17) if fits(SHAPES["llama-3.2-1b"], n, COLUMNS)] == [1, 2, 4, 8, 16]
     message = (
         r"^tensor_parallel_size is 6 and a has 64 attention heads, 8 key-value heads and intermediate size 28672, "
         r"which 6 devices cannot divide evenly; use 1, 2, 4, 8, 16, 32 or 64\.$"
@@ -88,20 +89,21 @@ def test_norms_of_all_heads_are_not_divided() -> None:
         r"^tensor_parallel_size is 2 and the target norms the queries and keys of all heads at once, of which each "
         r"device would have its own only; use 1\.$"
     )
-    for int8 in (False, True):
+    for quantization in (None, "int8", "float8"):
         with pytest.raises(ValueError, match=message):
-            check_split(config, 2, "the target", "tensor_parallel_size", int8=int8)
+            check_split(config, 2, "the target", "tensor_parallel_size", quantization=quantization)
 
 
 def test_what_int8_divides() -> None:
     """48 columns divide evenly by two; 24 are no multiple of the 16 within which int8 columns have an order."""
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], intermediate_size=48)
-    check_split(config, 2, "the target", "tensor_parallel_size")
+    for ordered in (None, "float8"):
+        check_split(config, 2, "the target", "tensor_parallel_size", quantization=ordered)
     message = (
         r"^tensor_parallel_size is 2 and the target has matrices of 2048 and 48 columns in int8, of which each device "
         r"must hold a multiple of 16; use 1, or no int8\.$"
     )
     with pytest.raises(ValueError, match=message):
-        check_split(config, 2, "the target", "tensor_parallel_size", int8=True)
+        check_split(config, 2, "the target", "tensor_parallel_size", quantization="int8")
     with pytest.raises(ValueError, match=r"intermediate size 48, which 5 devices cannot divide evenly; use 1\.$"):
-        check_split(config, 5, "the target", "tensor_parallel_size", int8=True)
+        check_split(config, 5, "the target", "tensor_parallel_size", quantization="int8")

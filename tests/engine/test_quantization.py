@@ -44,7 +44,7 @@ def test_one_model_alone(pair: Pair) -> None:
 
 
 def test_what_is_refused(pair: Pair) -> None:
-    with pytest.raises(ValueError, match=r"quantization must be 'int8' or None .*, got 'awq'"):
+    with pytest.raises(ValueError, match=r"quantization must be 'int8', 'float8' or None .*, got 'awq'"):
         smc_llm(pair, quantization="awq")
     with pytest.raises(ValueError, match=r"^draft_quantization is 'int8' and Autoregressive\(\) has no draft; omit it"):
         LLM(pair.target, decoding=Autoregressive(), draft_quantization="int8")

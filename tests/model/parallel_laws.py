@@ -16,7 +16,7 @@ import pytest
 
 import smcjax.matmul
 from smcjax.decoding import fused_step
-from smcjax.matmul import Int8, matrix
+from smcjax.matmul import Quantized, matrix
 from smcjax.model import ModelConfig, init_params, logits
 from smcjax.model.attention import SlidingWindow
 from smcjax.model.checkpoint import load_checkpoint
@@ -174,7 +174,7 @@ def test_int8_has_the_numbers_of_one_device(size: int) -> None:
         pieces = layout.pieces(np.asarray(matrix(one).rows(slice(None))), size)
         for piece, values in zip(pieces, of_all.values.addressable_shards, strict=True):
             scale = next(s for s in of_all.scale.addressable_shards if s.device == values.device)
-            own = Int8(values.data, scale.data, one.compute_dtype)
+            own = Quantized(values.data, scale.data, one.compute_dtype, one.quantization)
             np.testing.assert_array_equal(np.asarray(own.rows(slice(None))), piece)
     assert close(logits_of(config, divided, size), logits(config, whole, TOKENS))
 

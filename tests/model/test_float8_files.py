@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,10 +16,12 @@ from safetensors.numpy import save_file
 
 from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.errors import CheckpointError
-from smcjax.matmul import is_packed
-from smcjax.model import load_checkpoint, logits
-from smcjax.model.checkpoint import stores_int8
+from smcjax.matmul import is_packed, matrix
+from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
+from smcjax.model.checkpoint import stored_quantization
 from smcjax.model.hf_config import config_from_hf
+from smcjax.model.quantize import quantize_params
+from smcjax.quantization import FLOAT8 as FLOAT8_KIND
 
 RAW = make_config("qwen3", num_hidden_layers=1, hidden_size=40, intermediate_size=56)
 BLOCK = [16, 24]  # which divides neither side of most matrices
@@ -87,14 +90,37 @@ def test_files_mean_what_their_format_says(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
     wrong = {**meant, Q_PROJ: meant[Q_PROJ][::-1]}  # control
     assert np.abs(oracle_logits(RAW, wrong, tokens) - expected).max() > 1e-2 * np.abs(expected).max()
-    assert not stores_int8(tmp_path)
+    stays = "block" not in name
+    assert stored_quantization(tmp_path) == ("float8" if stays else None)
+    _, stored = load_checkpoint(tmp_path, "float32", quantization="float8")
+    qkv = stored.layers[0].qkv
+    assert is_packed(qkv) == stays  # blocks are multiplied out, and rounded by row when they are prepared
+    parts = [meant[Q_PROJ.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+    np.testing.assert_allclose(matrix(qkv).rows(slice(None)), np.concatenate(parts), rtol=1e-6)
     packed = load_checkpoint(tmp_path, "float32", quantization="int8")[1].layers[0].qkv
     assert not is_packed(packed)  # int8 is made of it when it is prepared, as of any matrix
 
 
-def test_an_engine_runs_one_in_int8(tmp_path: Path) -> None:
-    write(tmp_path, "fp8 by block")
-    with LLM(tmp_path, decoding=Autoregressive(), quantization="int8", max_model_len=32, max_num_seqs=1) as llm:
+def test_what_is_written_in_float8_is_read_as_it_was(tmp_path: Path) -> None:
+    """Bit by bit, through a file that says how its activations are to be rounded."""
+    config = ModelConfig(32, 48, 64, 2, 4, 2, 16, 64)
+    params = init_params(config, jax.random.key(0))
+    rounded = quantize_params(params, FLOAT8_KIND)
+    for given, name in ((params, "rounded here"), (rounded, "as it is")):
+        save_checkpoint(config, given, tmp_path / name, dtype="float32", quantization="float8")
+        _, read = load_checkpoint(tmp_path / name, "float32", quantization="float8")
+        for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(rounded), strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    group = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert (group["weights"]["type"], group["input_activations"]["strategy"]) == ("float", "token")
+    with pytest.raises(ValueError, match=r"^params hold float8 matrices and quantization is 'int8'; pass 'float8'"):
+        save_checkpoint(config, rounded, tmp_path, quantization="int8")
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("fp8 by block", "int8"), ("compressed-tensors by row", "float8")])
+def test_an_engine_runs_one(name: str, quantization: Literal["int8", "float8"], tmp_path: Path) -> None:
+    write(tmp_path, name)
+    with LLM(tmp_path, decoding=Autoregressive(), quantization=quantization, max_model_len=32, max_num_seqs=1) as llm:
         [out] = llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(out.outputs[0].token_ids) == 4
 

@@ -18,14 +18,15 @@ from safetensors.numpy import load_file, save_file
 
 from smcjax.engine.load.loading import load_models, prepared
 from smcjax.errors import CheckpointError
-from smcjax.matmul import Int8, is_packed, matrix, restore
+from smcjax.matmul import Quantized, is_packed, matrix
 from smcjax.model import ModelConfig, Params, checkpoint, init_params, load_checkpoint, logits, save_checkpoint
-from smcjax.model.checkpoint import stores_int8
+from smcjax.model.checkpoint import stored_quantization
 from smcjax.model.config import LayerSpec
 from smcjax.model.hf_config import config_from_hf
 from smcjax.model.hub import bundled_model
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
+from smcjax.quantization import restore
 from smcjax.sparse.nsa import NSA
 from smcjax.tasks.word_problems import generate
 from smcjax.tokenizer.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ def test_round_trips(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     params = bfloat16_params(config)
     in_memory = quantize_params(params)
     save_checkpoint(config, params, tmp_path, quantization="int8")
-    assert stores_int8(tmp_path)
+    assert stored_quantization(tmp_path)
     monkeypatch.setattr(checkpoint, "_ROWS", 10)  # matrices are read some rows at a time
     read, stored = load_checkpoint(tmp_path, "float32", quantization="int8")
     assert read == dataclasses.replace(config, dtype="float32")
@@ -192,7 +193,7 @@ def test_files_of_another_writer(tmp_path: Path) -> None:
     plain = quantize_params(params)
     kept = load_checkpoint(tmp_path, "float32", quantization="int8")[1]
     qkv, tensors = kept.layers[0].qkv, load_file(tmp_path / "model.safetensors")
-    assert isinstance(qkv, Int8)
+    assert isinstance(qkv, Quantized)
     np.testing.assert_array_equal(restore(qkv.values)[:32], tensors[Q_PROJ])
     np.testing.assert_array_equal(qkv.scale[:32, None], tensors[Q_PROJ + "_scale"].astype(np.float32))
     np.testing.assert_array_equal(qkv.values[32:48], plain.layers[0].qkv.values[32:48])
@@ -396,7 +397,7 @@ def test_other_schemes_are_refused_by_what_is_found(found: dict[str, Any], words
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     config = config_from_hf(RAW)
     params = bfloat16_params(config)
-    with pytest.raises(ValueError, match=r"^quantization must be 'int8' or None .*, got 'int4'"):
+    with pytest.raises(ValueError, match=r"^quantization must be 'int8', 'float8' or None .*, got 'int4'"):
         save_checkpoint(config, params, tmp_path, quantization="int4")
     with pytest.raises(ValueError, match="params hold int8 matrices and quantization is None; pass 'int8'"):
         save_checkpoint(config, quantize_params(params), tmp_path)
@@ -415,5 +416,5 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 def test_a_file_in_float_is_rounded_when_it_is_loaded(tmp_path: Path) -> None:
     """`quantization` is of what is stored so: a directory in float is loaded as ever."""
     write_directory(tmp_path, RAW, random_weights(RAW))
-    assert not stores_int8(tmp_path)
+    assert not stored_quantization(tmp_path)
     require_equal(load_checkpoint(tmp_path, quantization="int8")[1], load_checkpoint(tmp_path)[1])

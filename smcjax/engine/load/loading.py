@@ -24,7 +24,7 @@ from smcjax.model.checkpoint import (
     load_checkpoint,
     load_config,
     resolve_model_path,
-    stores_int8,
+    stored_quantization,
     weights_dtype,
 )
 from smcjax.model.config import ModelConfig
@@ -39,6 +39,7 @@ from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config
 from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations
+from smcjax.quantization import QUANTIZATIONS
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
 from smcjax.sparse.scratch import stored_scores_bytes
@@ -184,7 +185,7 @@ def prepared(params: Params, config: ModelConfig, quantization: str | None, impl
 
     Weights are quantised where asked; on a GPU folded for kernels, on a CPU kept as the same numbers in float32.
     """
-    params = params if quantization is None else quantize_params(params, consume=True)
+    params = params if quantization is None else quantize_params(params, QUANTIZATIONS[quantization], consume=True)
     with implementations(implementation):
         return widen_params(params) if on_cpu() else fold_for_kernels(params, config)
 
@@ -353,7 +354,7 @@ def load_models(
         )
 
     def as_stored(path: Path, quantization: str | None) -> str | None:
-        return quantization if quantization is not None and stores_int8(path) else None
+        return quantization if quantization is not None and stored_quantization(path) == quantization else None
 
     devices = 1 if parallel is None else parallel.size
 
@@ -365,7 +366,7 @@ def load_models(
     target = load_config(path)
     check_pages(target, page_size)
     if parallel is not None:
-        check_split(target, devices, "the target", "tensor_parallel_size", int8=quantization is not None)
+        check_split(target, devices, "the target", "tensor_parallel_size", quantization=quantization)
     if sparse is not None:
         sparse.check(target.selecting.values())
     if not needs_draft or draft_model == NGRAM:
@@ -418,7 +419,7 @@ def load_models(
         draft_parallel = draft_parallel.by_layers
     if draft_parallel is not None:
         option = "draft_tensor_parallel_size"
-        check_split(whole_draft, devices, "the draft", option, int8=draft_quantization is not None)
+        check_split(whole_draft, devices, "the draft", option, quantization=draft_quantization)
     loaded = {"model": (as_held(target), as_stored(path, quantization))}
     if not shared:
         held = whole_draft if draft_parallel is None else held_by_one(whole_draft, devices, vocabulary=False)

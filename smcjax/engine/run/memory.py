@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from smcjax.device import on_cpu
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
+from smcjax.quantization import QUANTIZATIONS
 
 CPU_KV_BYTES = 1 << 30  # default share of host memory; a GPU's share is a fraction of what the device has
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -59,7 +61,9 @@ def memory_of_each(devices: int) -> int:
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> int:
     """Bytes of a model's weights as the engine keeps them: in `config.dtype` or quantised, on a CPU in float32."""
     shapes = param_shapes(config, "float32" if on_cpu() else config.dtype)
-    leaves = jax.tree.leaves(shapes if quantization is None or on_cpu() else jax.eval_shape(quantize_params, shapes))
+    if quantization is not None and not on_cpu():
+        shapes = jax.eval_shape(functools.partial(quantize_params, kind=QUANTIZATIONS[quantization]), shapes)
+    leaves = jax.tree.leaves(shapes)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 

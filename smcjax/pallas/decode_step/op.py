@@ -46,7 +46,7 @@ __all__ = [
 class Weights:
     """A decoder's weights, layer by layer, without biases and norms of heads.
 
-    All matrices are bf16, or int8 with columns in the order of `smcjax.matmul.interleave`. `embed` is a leaf of
+    All matrices are bf16, or int8 with columns in the order of `smcjax.quantization.interleave`. `embed` is a leaf of
     `Params`, whose rows tokens are looked up in, in bf16 (`smcjax.matmul.matrix`).
     """
 

@@ -1,9 +1,10 @@
 """int8 weights as a tensor core's operand: the order of their columns, and their way through registers.
 
 A product of bfloat16 wants, of every 16 columns, 2q, 2q + 1, 2q + 8 and 2q + 9 in thread q of four. Matrices are stored
-so that these lie together (`smcjax.matmul.interleave`), where the thread loads four bytes, and in the order in which it
-makes bfloat16 of them: the first and third, then the second and fourth. With low the lower seven bits of a byte and
-sign its highest, (128 + low) − 128·(1 + sign) is its value, and both terms are a bfloat16 that has these bits in it.
+so that these lie together (`smcjax.quantization.interleave`), where the thread loads four bytes, and in the order in
+which it makes bfloat16 of them: the first and third, then the second and fourth. With low the lower seven bits of a
+byte and sign its highest, (128 + low) − 128·(1 + sign) is its value, and both terms are a bfloat16 that has these bits
+in it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from smcjax.matmul import restore
 from smcjax.pallas.mosaic.compat import fa, ir, mgpu, mu, plgpu
 from smcjax.pallas.mosaic.wgmma import QUERIES, Ref
+from smcjax.quantization import restore
 
 
 def operands(ref: Ref, width: int, *, interpret: bool = False) -> Iterator[jax.Array]:

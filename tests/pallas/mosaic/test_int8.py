@@ -13,9 +13,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.matmul import interleave
 from smcjax.pallas.mosaic.int8 import operands
 from smcjax.pallas.mosaic.wgmma import Ref, swizzled, swizzled_int8
+from smcjax.quantization import interleave
 
 ROWS, COLUMNS = 16, 256
 
