@@ -11,7 +11,6 @@ cached.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import subprocess
@@ -19,6 +18,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from smcjax.bench.record import save, this_machine
+from smcjax.cli.bench_options import add_save_option, check_files
 
 
 class Case(NamedTuple):
@@ -67,32 +69,41 @@ def serve(model: str, kind: str) -> None:
 
 
 def main() -> None:
-    """Runs all processes by turns and prints a table and a JSON line."""
+    """Runs all processes by turns and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("--torch-python", help="the Python of the peer (default: no peer)")
     parser.add_argument("--rounds", type=int, default=5, help="after one that is not counted (5)")
+    add_save_option(parser)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve(args.model, args.serve)
         return
+    check_files(args)
     commands = {f"smcjax {kind}": [sys.executable, __file__, args.model, "--serve", kind] for kind in OURS}
     if args.torch_python:
         baseline = str(Path(__file__).parent / "torch_generate.py")
         commands |= {f"torch {kind}": [args.torch_python, baseline, args.model, kind] for kind in TORCH}
-    seconds = measure(commands, args.rounds)
+    rounds = measure(commands, args.rounds)
+    seconds = {name: {case: statistics.median(some) for case, some in own.items()} for name, own in rounds.items()}
     width = max(map(len, CASES))
     print(f"{platform.processor() or platform.machine()}; seconds, tokens/s, medians of {args.rounds} rounds")
     print(" " * width, *(f"{name:>17}" for name in commands))
     for case, what in CASES.items():
         tokens = what.requests * (what.answer if what.answer > 1 else what.prompt)
         print(f"{case:<{width}}", *(f"{s:8.2f} {tokens / s:8.1f}" for s in (seconds[name][case] for name in commands)))
-    print(json.dumps(seconds))
+    if args.save is not None:
+        rows = [
+            {"case": case, "contender": name, "seconds": seconds[name][case], "seconds_rounds": some}
+            for name, own in rounds.items()
+            for case, some in own.items()
+        ]
+        save(args.save, rows, this_machine())
 
 
-def measure(commands: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds of each case by command; the first round, which loads and compiles, is left out."""
+def measure(commands: dict[str, list[str]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each case by command and round; the first round, which loads and compiles, is left out."""
     processes = {
         name: subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -114,7 +125,7 @@ def measure(commands: dict[str, list[str]], rounds: int) -> dict[str, dict[str, 
                     taken[name][case].append(float(answer))
     for process in processes.values():
         process.terminate()
-    return {name: {case: statistics.median(some) for case, some in cases.items()} for name, cases in taken.items()}
+    return taken
 
 
 if __name__ == "__main__":

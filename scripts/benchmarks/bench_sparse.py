@@ -43,7 +43,7 @@ of weights and KV, each beside its time at the device's bandwidth as a fraction 
     issued   what groups ask for, by formula: each group compressed tokens and the window once and, merged, the union of
              its blocks, by counted sets, or else by `--overlap`, the fraction of neighbours' sets (.75, assumed)
 
-`--json` writes all lines as they come, `--plot` draws tokens/s over contexts.
+`--save` writes all lines as they come, `--plot` draws tokens/s over contexts.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from sparse_rows import ALONE, BENCHMARKS, DRAFTS, Line
 from timed_rows import PERIOD, LineBench, head_config, random_head
 
 from smcjax.bench.cycle import Case, Models, Rates
+from smcjax.bench.record import save, this_machine
 from smcjax.bench.table import synthetic_case
-from smcjax.cli.bench_options import ON_CPU, ON_GPU
-from smcjax.cli.options import check_output
+from smcjax.cli.bench_options import ON_CPU, ON_GPU, add_save_option, check_files
 from smcjax.decoders import Decoding
 from smcjax.engine.load.loading import check_pages
 from smcjax.engine.run.memory import device_memory
@@ -242,7 +242,7 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
             print(
                 f"{time.perf_counter() - began:.0f} s, {used:.0f} GB at most: {json.dumps(found[-1])}", file=sys.stderr
             )
-            if args.json:
+            if args.save:
                 write(args, reached, found, skipped)
         del weights, drafts, bench
     return found, skipped
@@ -258,9 +258,8 @@ def lines_asked(args: argparse.Namespace, layers: int) -> list[Line]:
 
 def write(args: argparse.Namespace, reached: Sequence[float], lines: list[dict], skipped: list[dict]) -> None:
     """Writes all figures so far."""
-    about = {"benchmark": args.benchmark, "jax": jax.__version__, "acceptance": args.source, "overlap": args.overlap}
-    found = {"reached": list(reached), "lines": lines, "left_out": skipped}
-    args.json.write_text(json.dumps(about | found, indent=1))
+    about = {"benchmark": args.benchmark, "acceptance": args.source, "overlap": args.overlap, "reached": list(reached)}
+    save(args.save, [about | line for line in [*lines, *skipped]], this_machine())
 
 
 def markdown(lines: Sequence[dict], first: str) -> str:
@@ -358,8 +357,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--replay-overlap", type=float, nargs="+", default=[], metavar="ρ", help="rows with sets so much alike, too"
     )
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--plot", type=Path, help="tokens/s over contexts: .svg, .png or .pdf")
+    add_save_option(parser)
+    parser.add_argument("--plot", metavar="FILE", help="tokens/s over contexts: .svg, .png or .pdf")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, one short window, whose times say little")
     args = parser.parse_args(argv)
     if args.tiny:
@@ -374,8 +373,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--replay-overlap is for requests of one row, and particles have several.")
     if args.reached is not None and len(args.reached) < args.gamma:
         parser.error(f"--reached must have a fraction for each of {args.gamma} drafts, got {len(args.reached)}.")
-    for path in filter(None, (args.json, args.plot)):
-        check_output("--json" if path == args.json else "--plot", str(path))
+    check_files(args)
     return args
 
 
@@ -398,10 +396,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nLeft out: {one['name']}, T = {one['context']:,}, {one['requests']} requests: {one['why']}")
     if args.benchmark == "verify":
         print("\n" + "\n".join(routing(lines, layers)))
-    if args.json:
+    if args.save:
         write(args, reached, lines, skipped)
     if args.plot:
-        draw(lines, args.plot)
+        draw(lines, Path(args.plot))
     return 0
 
 

@@ -9,7 +9,7 @@ read selected blocks, and with each schedule of the layers that select, whose me
 schedule: spacings, or flags of all layers as `calibrate_reuse.py` prints them. `equal` are tokens that stand in
 the same place as in the measure's answer, `alike` those before the first that differs; lines are right by thirds of the
 answers, as errors of shared blocks stay in the KV. Greedy answers of merged blocks are the measure's own by law (up to
-rounding on a GPU). Divergences of next-token laws: `calibrate_reuse.py`. `--json` writes all lines as they
+rounding on a GPU). Divergences of next-token laws: `calibrate_reuse.py`. `--save` writes all lines as they
 come.
 """
 
@@ -26,7 +26,8 @@ from typing import Any
 import jax
 
 from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams, SparseVerification
-from smcjax.cli.options import check_output
+from smcjax.bench.record import save, this_machine
+from smcjax.cli.bench_options import add_save_option, check_files
 from smcjax.decoders import Decoding
 from smcjax.markdown import table
 from smcjax.sparse.verification import MODES, Mode
@@ -108,9 +109,8 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
                     row = line_of(decoding, problems, outputs, measures[measure, context])
                     found.append({"context": context} | row)
                     print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-                    if args.json:
-                        about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-                        args.json.write_text(json.dumps(about | {"lines": found}, indent=1))
+                    if args.save is not None:
+                        save(args.save, found, this_machine())
     return found
 
 
@@ -152,10 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gamma", type=int, default=4, help="K (4)")
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     parser.add_argument("--seed", type=int, default=6, help="of documents (6)")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_save_option(parser)
     args = parser.parse_args(argv)
-    if args.json is not None:
-        check_output("--json", str(args.json))
+    check_files(args)
     lines = measured(args)
     print(f"{jax.devices()[0].device_kind}, {args.documents} documents of each context, K = {args.gamma}\n")
     print(markdown(lines))

@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/calibrate_reuse.py tests/data/recall/target --context 1024 --documents 8
     python scripts/benchmarks/calibrate_reuse.py recall --context 2048 8192 --modes shared shared_forced --groups 2 4 8
-    python scripts/benchmarks/calibrate_reuse.py DIR --limit 0.02 --json
+    python scripts/benchmarks/calibrate_reuse.py DIR --limit 0.02 --save FILE
 
 All layers select at first. Then that layer stops which raises least the KL divergence of next-token laws from those
 of the model whose layers all select, and so on, until the next would raise it above the limit: 0.01 nats a token. Texts
@@ -22,7 +22,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.bench.record import save, this_machine
+from smcjax.cli.bench_options import add_save_option, check_files
 from smcjax.decoding.prefill import prefill_chunk
 from smcjax.decoding.sequences import Sequences
 from smcjax.kv import KVCache, pages_for
@@ -229,8 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"nats a token ({LIMIT})")
     parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=[], help="ways to read in groups, too (none)")
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8], help="C of these (2 4 8)")
-    parser.add_argument("--json", action="store_true", help="a JSON line for each context last")
+    add_save_option(parser)
     args = parser.parse_args(arguments)
+    check_files(args)
     if min(args.context) < recall.SHORTEST or args.documents < 1:
         parser.error(f"--context must be at least {recall.SHORTEST} and --documents 1")
     directory = bundled_model(BUNDLED[args.model]) if args.model in BUNDLED else args.model
@@ -262,8 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for one in found["modes"]:
             print(f"{one['mode']} by {one['group']}: KL {one['kl']:.5f}", flush=True)
         lines.append({"model": args.model, "device": jax.devices()[0].device_kind, **tokens, **found})
-    if args.json:
-        print("\n".join(map(json.dumps, lines)))
+    if args.save is not None:
+        save(args.save, lines, this_machine())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measure how alike the blocks are that neighbouring queries of a verification select in a trained sparse model.
 
     python scripts/benchmarks/measure_block_overlap.py tests/data/recall/target --context 2048 16384
-    python scripts/benchmarks/measure_block_overlap.py recall --context 8192 16384 --documents 2 --json recall.json
+    python scripts/benchmarks/measure_block_overlap.py recall --context 8192 16384 --documents 2 --save recall.json
 
 Texts are long documents with their answers (`smcjax.tasks.recall`, keys of the evaluation split), once with the true
 answers and once with those that the model itself says, greedy. A verification of K drafts has the queries of K + 1
@@ -20,9 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +31,8 @@ from calibrate_reuse import PAGE, read
 from jaxtyping import Array, Bool, Int
 
 from smcjax import LLM, Autoregressive, SamplingParams
+from smcjax.bench.record import save, this_machine
+from smcjax.cli.bench_options import add_save_option, check_files
 from smcjax.kv import KVCache
 from smcjax.markdown import table
 from smcjax.model import ModelConfig, Params, load_checkpoint
@@ -145,8 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gamma", type=int, default=8, help="K, drafts of a verification (8)")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS, help="whose answers (true own)")
     parser.add_argument("--seed", type=int, default=0, help="of the documents (0)")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_save_option(parser)
     args = parser.parse_args(arguments)
+    check_files(args)
     if min(args.context) < recall.SHORTEST or args.documents < 1 or args.gamma < 1:
         parser.error(f"--context must be at least {recall.SHORTEST}, --documents and --gamma 1")
     directory = str(bundled_model(BUNDLED[args.model]) if args.model in BUNDLED else args.model)
@@ -172,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             about = {"model": args.model, "device": jax.devices()[0].device_kind, "context": context, "texts": whose}
             layers = [as_json(one) for one in sums]
             lines.append({**about, "positions": tokens, "layers": layers, "all": as_json(added(sums))})
-            if args.json:
-                args.json.write_text(json.dumps(lines, indent=1) + "\n")
+            if args.save is not None:
+                save(args.save, lines, this_machine())
 
 
 if __name__ == "__main__":

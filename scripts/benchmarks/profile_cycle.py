@@ -19,7 +19,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,9 @@ import jax
 
 from smcjax.bench.cycle import Bench, Case
 from smcjax.bench.models import Models
+from smcjax.bench.record import save, this_machine
 from smcjax.bench.shapes import SHAPES
+from smcjax.cli.bench_options import add_save_option, check_files
 from smcjax.engine.run.programs import enable_compilation_cache
 from smcjax.smc import SMC
 
@@ -64,7 +66,9 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--target-layers", type=int, help="of the target's (all)")
     parser.add_argument("--most", type=int, default=30, help="rows to print")
+    add_save_option(parser)
     args = parser.parse_args()
+    check_files(args)
 
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     enable_compilation_cache()
@@ -84,7 +88,10 @@ def main() -> None:
         cycles_per_window=CYCLES,
     )
     params = (models.target_params(args.implementation), models.draft_params(args.implementation))
-    _report(list(profiled(Bench(models, case, *params))), args.most)
+    kernels = list(profiled(Bench(models, case, *params)))
+    _report(kernels, args.most)
+    if args.save is not None:
+        save(args.save, rows_of(kernels), this_machine(models.devices))
 
 
 def profiled(bench: Bench) -> Iterable[Kernel]:
@@ -127,6 +134,18 @@ def read_kernels(directory: Path, phases: dict[str, str]) -> Iterable[Kernel]:
             phase = phases.get(event.get("args", {}).get("hlo_op", name), "other")
             plain = name if name.startswith("nvjet") else re.sub(r"[._]\d+", "", name)
             yield Kernel(plain, phase, event["dur"])
+
+
+def rows_of(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
+    """Returns microseconds and launches a cycle by phase and name, the longest first."""
+    times: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for kernel in kernels:
+        times[kernel.phase, kernel.name].append(kernel.microseconds)
+    rows = [
+        {"phase": phase, "kernel": name, "microseconds": sum(own) / CYCLES, "launches": len(own) / CYCLES}
+        for (phase, name), own in times.items()
+    ]
+    return sorted(rows, key=lambda row: -row["microseconds"])
 
 
 def _report(kernels: list[Kernel], most: int) -> None:

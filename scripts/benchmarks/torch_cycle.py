@@ -12,7 +12,8 @@ generated, only in rows that are replaced, by one Triton kernel a model; the who
 the host. Attention reads all `--max-model-len` slots under a mask, as dense caches do.
 
 Needs torch, triton on a GPU, and nothing of smcjax; on a CPU it runs the same code without a graph. Standard input is
-JSON, `{"target": {...}, "draft": {...}}` with the fields of `Shape`; the last line of the output is JSON.
+JSON, `{"target": {...}, "draft": {...}}` with the fields of `Shape`; `--save FILE` writes
+what `smcjax bench cycle --save` does, but for what would need smcjax.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -414,6 +416,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("sdpa", "matmul"), default="sdpa")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=16, help="cycles a window (16)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="the figures as JSON")
     args = parser.parse_args(argv)
     advance = 1 if args.decoding == "autoregressive" else args.gamma + 1
     if args.context + 1 + (WARMUP + max(args.cycles, 3)) * advance > args.max_model_len:
@@ -451,7 +454,8 @@ def main() -> None:
     }
     print(f"{name}, {result['implementation']}: {ms:.2f} ms a cycle, {result['tokens_per_second']:,.0f} tokens/s")
     print(f"windows {', '.join(f'{each:.2f}' for each in windows)}; ready after {ready:.1f} s")
-    print(json.dumps(result))
+    if args.save is not None:
+        args.save.write_text(json.dumps({"machine": None, "rows": [result]}))
 
 
 if __name__ == "__main__":

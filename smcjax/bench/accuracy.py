@@ -51,7 +51,7 @@ class Evaluation:
         return [any(told[begin : begin + answers]) for begin in range(0, len(told), answers)]
 
     def report(self) -> dict[str, float]:
-        """Figures that `smcjax eval --json` prints: accuracy with its 95% interval, speed, tokens a cycle, warnings.
+        """Figures that `smcjax eval` prints: accuracy with its 95% interval, speed, tokens a cycle, warnings.
 
         The interval takes questions for independent, not their parts.
         """

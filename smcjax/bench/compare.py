@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ OWN = (sys.executable, "-m", "smcjax")
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One row of the comparison: its JSON result, or why there is none."""
+    """One row of the comparison: its result, or why there is none, and the machine of ours."""
 
     name: str
     result: dict[str, Any] | None
     reason: str = ""
+    machine: dict[str, Any] | None = None
 
 
 def contenders(
@@ -49,11 +51,8 @@ def contenders(
     The baseline takes the shapes that ours took: these depend on the device, which this process leaves alone.
     Its roofline is that of a cycle of `speculation` in unquantised weights, at the bandwidth of ours.
     """
-    ours = [*OWN, "bench", "cycle", *own, "--json"]
-    ran = [
-        _run("this package", [*ours, "--implementation", "auto"]),
-        _run("this package, plain XLA", [*ours, "--implementation", "xla"]),
-    ]
+    ours = [*OWN, "bench", "cycle", *own, "--implementation"]
+    ran = [_run("this package", [*ours, "auto"]), _run("this package, plain XLA", [*ours, "xla"])]
     name = "PyTorch, torch.compile and one CUDA graph"
     if torch_python is None and importlib.util.find_spec("torch") is None:
         return [*ran, Contender(name, None, "torch is not installed; name a Python that has it by --torch-python")]
@@ -73,7 +72,7 @@ def contenders(
     roofline = weight_bytes / took["bandwidth"] * 1e3
     bound = {"weight_bytes": weight_bytes, "bandwidth": took["bandwidth"], "weight_roofline_ms": roofline}
     share = {"weight_roofline_fraction": roofline / done.result["ms"]}
-    return [*ran, Contender(name, {**done.result, **bound, **share})]
+    return [*ran, dataclasses.replace(done, result={**done.result, **bound, **share})]
 
 
 def baseline_shape(config: ModelConfig) -> dict[str, Any]:
@@ -84,15 +83,23 @@ def baseline_shape(config: ModelConfig) -> dict[str, Any]:
 
 
 def _run(name: str, command: Sequence[str], given: str = "") -> Contender:
-    """The last line of the command's output as JSON. Its stderr is ours."""
+    """The only row of the record that the command saves. Its output is left out, and its stderr is ours."""
     print(f"{name} …", file=sys.stderr, flush=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, input=given)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
-        return Contender(name, None, f"it ended with exit code {done.returncode}; its message is above")
-    return Contender(name, json.loads(lines[-1]))
+    with tempfile.TemporaryDirectory() as directory:
+        saved = Path(directory) / "record.json"
+        ran = [*command, "--save", str(saved)]
+        done = subprocess.run(ran, stdout=subprocess.DEVNULL, text=True, env=environment, input=given)
+        if done.returncode != 0 or not saved.exists():
+            return Contender(name, None, f"it ended with exit code {done.returncode}; its message is above")
+        record = json.loads(saved.read_text())
+    return Contender(name, record["rows"][0], machine=record["machine"])
+
+
+def rows_of(ran: Sequence[Contender]) -> list[dict[str, Any]]:
+    """The rows of the comparison's record."""
+    return [{"contender": each.name, **(each.result or {"not_run": each.reason})} for each in ran]
 
 
 def markdown(ran: Sequence[Contender]) -> str:

@@ -119,6 +119,7 @@ class CycleResult:
     held_workspace_bytes: int  # of several devices that write into each other's memory
     scratch_bytes: int  # of the program that needs most
     bandwidth: float  # bytes/s of the roofline
+    read_bandwidth: float | None  # bytes/s that a large reduction reads, measured; None: not measured
     flop_rate: float  # FLOP/s, measured
     weight_roofline_ms: float
     roofline_ms: float  # with KV and FLOPs
@@ -136,11 +137,13 @@ class Rates:
 
     bandwidth: float  # bytes/s, of the datasheet where it is known
     flops: float  # FLOP/s, measured
+    read: float | None = None  # bytes/s, measured
 
     @classmethod
     def measure(cls, dtype: str, bandwidth: float | None = None) -> Rates:
         """Measures the default device, in products of `dtype`; `bandwidth` overrides the datasheet's."""
-        return cls(bandwidth or this_device().bandwidth or measure_bandwidth(), measure_flop_rate(dtype))
+        known = bandwidth or this_device().bandwidth
+        return cls(known or measure_bandwidth(), measure_flop_rate(dtype), measure_read_bandwidth())
 
 
 def measure_bandwidth() -> float:
@@ -148,6 +151,14 @@ def measure_bandwidth() -> float:
     x = jax.random.normal(key_of(0), (1 << 26,), jnp.float32)
     add = jax.jit(lambda x: x + 1.0)
     return 2 * x.nbytes / _median_seconds(lambda: add(x))
+
+
+def measure_read_bandwidth() -> float:
+    """Bytes per second of sums over the rows of a large matrix, one enqueued behind the other."""
+    rows, sums = (1 << 16, 8) if jax.default_backend() == "gpu" else (1 << 14, 1)
+    x = jax.random.normal(key_of(0), (rows, 1 << 12), jnp.float32)
+    add = jax.jit(lambda x: x.sum(axis=1))
+    return sums * x.nbytes / _median_seconds(lambda: [add(x) for _ in range(sums)])
 
 
 def measure_flop_rate(dtype: str) -> float:
@@ -334,6 +345,7 @@ class Bench:
             held_workspace_bytes=budget.workspace,
             scratch_bytes=self.runner.programs.scratch_bytes,
             bandwidth=rates.bandwidth,
+            read_bandwidth=rates.read,
             flop_rate=rates.flops,
             weight_roofline_ms=weight_roofline,
             roofline_ms=roofline,

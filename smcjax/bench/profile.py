@@ -13,16 +13,15 @@ import datetime
 import functools
 import itertools
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 import smcjax
+from smcjax.bench.record import commit
 from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.engine.engine import Engine
 from smcjax.engine.llm import LLM
@@ -302,17 +301,3 @@ def _of_length(context: int, count: int, token_ids: Sequence[list[int]]) -> list
         skipped = sum(len(ids) for ids in token_ids[: number % len(token_ids)])
         result.append(list(itertools.islice(endless, skipped, skipped + context)))
     return result
-
-
-def commit() -> str | None:
-    """The commit of the checkout that this package is run from; None where it is installed otherwise."""
-    root = Path(smcjax.__file__).parents[1]
-    if not (root / "pyproject.toml").is_file():
-        return None
-    try:
-        ran = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ran.stdout.strip() or None if ran.returncode == 0 else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +21,9 @@ from smcjax.cli.bench_options import (
     LENGTH,
     ROWS,
     SHAPES,
+    add_save_option,
     add_shape_options,
-    check_plot,
+    check_files,
     shape_decoding,
     shape_models,
 )
@@ -82,7 +82,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     predicted.add_argument(
         "--collectives", choices=("auto", "xla"), default="auto", help="xla: all sums and gathers are XLA's (auto)"
     )
-    predicted.add_argument("--json", action="store_true", help="JSON last: a list of all predictions")
+    add_save_option(predicted)
     add_debug_option(predicted)
     predicted.set_defaults(run=run_predict)
 
@@ -118,12 +118,13 @@ def _add_common_options(parser: argparse.ArgumentParser, *, cycles: int, sizes: 
     parser.add_argument("--windows", type=whole(1, 1000), default=5, help="timed windows, each from a fresh prompt (5)")
     parser.add_argument("--cycles", type=CYCLES, default=cycles, help=f"cycles a window ({cycles})")
     parser.add_argument("--bandwidth", type=above(0, 1e6), metavar="GB/s", help="default: the datasheet's")
-    parser.add_argument("--json", action="store_true", help="JSON last: one line, of acceptance one a row")
+    add_save_option(parser)
     add_debug_option(parser)
 
 
 def run_cycle(args: argparse.Namespace) -> int:
-    """Times, prints a table for people and, on request, one JSON line for programs."""
+    """Times, and prints a table."""
+    check_files(args)
     if args.compare and args.decoding == Rejection.name:
         raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
     if args.compare and args.attention is not None:
@@ -158,14 +159,14 @@ def run_cycle(args: argparse.Namespace) -> int:
     models = shape_models(args)
     result = bench_cycle(models, case, bandwidth=_bandwidth(args))
     print(table(result, models.target, models.draft))
-    if args.json:
-        print(json.dumps({"target": models.target, "draft": models.draft, **dataclasses.asdict(result)}))
+    _save(args, models, [dataclasses.asdict(result)])
     return 0
 
 
 def _compare(args: argparse.Namespace, speculation: Speculation) -> int:
     """All implementations on one case; this process leaves the device alone."""
-    from smcjax.bench.compare import contenders, markdown
+    from smcjax.bench.compare import contenders, markdown, rows_of
+    from smcjax.bench.record import save
 
     both = [
         *("--decoding", args.decoding),
@@ -182,14 +183,16 @@ def _compare(args: argparse.Namespace, speculation: Speculation) -> int:
     own += [] if args.draft_quantization is None else ["--draft-quantization", args.draft_quantization]
     ran = contenders([*both, *own], both, speculation, torch_python=args.torch_python)
     print(markdown(ran))
-    if args.json:
-        print(json.dumps({each.name: each.result for each in ran}))
+    if args.save is not None:
+        save(args.save, rows_of(ran), next((each.machine for each in ran if each.machine is not None), None))
     return 1 if ran[0].result is None or ran[1].result is None else 0
 
 
 def run_predict(args: argparse.Namespace) -> int:
     """Prints one markdown table; runs nothing."""
+    check_files(args)
     from smcjax.bench.predict import SIZES, TARGETS, Pieces, markdown, predictions
+    from smcjax.bench.record import save
     from smcjax.device import H100, H200
 
     found = list(
@@ -204,13 +207,14 @@ def run_predict(args: argparse.Namespace) -> int:
         )
     )
     print(markdown(found))
-    if args.json:
-        print(json.dumps([dataclasses.asdict(each) for each in found]))
+    if args.save is not None:
+        save(args.save, [dataclasses.asdict(each) for each in found], None)
     return 0
 
 
 def run_table(args: argparse.Namespace) -> int:
     """Times all cases and prints one markdown table."""
+    check_files(args)
     from smcjax.bench.table import CONTEXTS, REQUESTS, markdown, standard_cases
 
     cases = standard_cases(
@@ -224,14 +228,13 @@ def run_table(args: argparse.Namespace) -> int:
     models, results = _timed(args, cases)
     print(f"{_conditions(results[0], models)}\n")
     print(markdown(results))
-    if args.json:
-        print(json.dumps([dataclasses.asdict(result) for result in results]))
+    _save(args, models, [dataclasses.asdict(result) for result in results])
     return 0
 
 
 def run_acceptance(args: argparse.Namespace) -> int:
-    """Times exact decoders, SMC and the target alone; a table, a plot and JSON lines on request."""
-    check_plot(args)
+    """Times exact decoders, SMC and the target alone; a table, and a plot on request."""
+    check_files(args)
 
     from smcjax.bench.acceptance import ASSUMPTION, acceptance_cases, markdown, rows_of
 
@@ -248,14 +251,21 @@ def run_acceptance(args: argparse.Namespace) -> int:
     requests = "1 request" if args.requests == 1 else f"{args.requests} requests"
     print(f"{_conditions(results[-1], models)}; {requests}, context {args.context:,}\n\n{ASSUMPTION}\n")
     print(markdown(rows))
-    if args.json:
-        for row in rows:
-            print(json.dumps({"target": models.target, "draft": models.draft, **row}))
+    _save(args, models, rows)
     if args.plot is not None:
         from smcjax.viz.acceptance import draw_acceptance
 
         draw_acceptance(rows, Path(args.plot))
     return 0
+
+
+def _save(args: argparse.Namespace, models: Models, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes the file that --save names, if any."""
+    from smcjax.bench.record import save, this_machine
+
+    if args.save is not None:
+        named = {"target": models.target, "draft": models.draft}
+        save(args.save, [{**named, **row} for row in rows], this_machine(models.devices))
 
 
 def _bandwidth(args: argparse.Namespace) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from pathlib import Path
@@ -20,8 +19,9 @@ from smcjax.cli.bench_options import (
     CYCLES,
     LENGTH,
     ROWS,
+    add_save_option,
     add_shape_options,
-    check_plot,
+    check_files,
     shape_decoding,
     shape_models,
 )
@@ -67,7 +67,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     )
     engine.add_argument("--input-len", type=LENGTH, default=256, help="prompt tokens (256)")
     engine.add_argument("--cycles", type=CYCLES, default=32, help="timed cycles (32)")
-    engine.add_argument("--json", action="store_true", help="one JSON line a row last")
+    add_save_option(engine)
     add_debug_option(engine)
     engine.set_defaults(run=run_engine)
 
@@ -100,7 +100,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders.add_argument("--max-num-seqs", type=BATCH, default=16, help="requests at once (16)")
     decoders.add_argument("--max-model-len", type=whole(2, 1 << 20), help="prompt and answer (320, or --context)")
     decoders.add_argument("--plot", metavar="FILE", help="accuracy over cost: .svg, .png or .pdf")
-    decoders.add_argument("--json", action="store_true", help="one JSON line a decoder last")
+    add_save_option(decoders)
     add_debug_option(decoders)
     decoders.set_defaults(run=run_decoders)
 
@@ -113,17 +113,18 @@ def _add_serving_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=LENGTH, default=128, help="tokens of an answer (128)")
     parser.add_argument("--max-num-seqs", type=BATCH, default=8, help="requests that run at once (8)")
     parser.add_argument("--no-overlap", action="store_true", help="read every cycle before the next is enqueued")
-    parser.add_argument("--json", action="store_true", help="one JSON line a rate last")
+    add_save_option(parser)
     add_debug_option(parser)
 
 
 def run_serving(args: argparse.Namespace) -> int:
-    """Plays requests against the engine, rate by rate; a table, a plot and JSON lines on request."""
-    check_plot(args)
+    """Plays requests against the engine, rate by rate; a table, and a plot on request."""
+    check_files(args)
     decoding = shape_decoding(args)
 
     from tqdm import tqdm
 
+    from smcjax.bench.record import save, this_machine
     from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
 
     load = Load(
@@ -147,9 +148,8 @@ def run_serving(args: argparse.Namespace) -> int:
         ) as bar:
             results.append(figures(at_rate, serve(engine, make_requests(models, at_rate), bar.update)))
     print(markdown(results))
-    if args.json:
-        for result in results:
-            print(json.dumps(result))
+    if args.save is not None:
+        save(args.save, results, this_machine(models.devices))
     if args.plot is not None:
         from smcjax.viz.serving import draw_latency
 
@@ -158,8 +158,10 @@ def run_serving(args: argparse.Namespace) -> int:
 
 
 def run_engine(args: argparse.Namespace) -> int:
-    """Times cycles bare and through the engine; a table, and JSON lines on request."""
+    """Times cycles bare and through the engine; a table."""
+    check_files(args)
     from smcjax.bench.engine import WARMUP, markdown, measure
+    from smcjax.bench.record import save, this_machine
     from smcjax.bench.serving import Load
 
     decoding = shape_decoding(args)
@@ -176,17 +178,17 @@ def run_engine(args: argparse.Namespace) -> int:
         times = f"{one.engine_ms:.2f} ms a cycle in the engine, {one.bare_ms:.2f} bare"
         print(f"{one.requests} requests: {times}, prompts {one.prefill_ms:.0f} ms", file=sys.stderr, flush=True)
 
-    results = measure(shape_models(args), load, args.requests, cycles=args.cycles, on_result=on_result)
+    models = shape_models(args)
+    results = measure(models, load, args.requests, cycles=args.cycles, on_result=on_result)
     print(markdown(results))
-    if args.json:
-        for result in results:
-            print(json.dumps(dataclasses.asdict(result)))
+    if args.save is not None:
+        save(args.save, [dataclasses.asdict(result) for result in results], this_machine(models.devices))
     return 0
 
 
 def run_decoders(args: argparse.Namespace) -> int:
-    """Answers the same problems with every decoder; a table, a plot and JSON lines on request."""
-    check_plot(args)
+    """Answers the same problems with every decoder; a table, and a plot on request."""
+    check_files(args)
     SamplingParams(temperature=args.temperature)
     check_task(args)
     if (args.model is None) != (args.draft_model is None):
@@ -195,6 +197,7 @@ def run_decoders(args: argparse.Namespace) -> int:
         decoding.check(SamplingParams(temperature=args.temperature))
 
     from smcjax.bench.decoders import compare, contenders, markdown
+    from smcjax.bench.record import save, this_machine
     from smcjax.decoding.ngram import NGRAM
     from smcjax.model.checkpoint import load_config, resolve_model_path
     from smcjax.model.eagle_files import is_eagle
@@ -226,9 +229,8 @@ def run_decoders(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len or (args.context if args.task == "recall" else 320),
     )
     print(markdown(rows))
-    if args.json:
-        for row in rows:
-            print(json.dumps(row))
+    if args.save is not None:
+        save(args.save, rows, this_machine())
     if args.plot is not None:
         from smcjax.viz.decoders import draw_frontier
 

@@ -57,6 +57,11 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     )
 
 
+def add_save_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for the figures' own file, which `check_files` checks."""
+    parser.add_argument("--save", metavar="FILE", help="the figures with command, commit, date and device, as JSON")
+
+
 def shape_decoding(args: argparse.Namespace) -> Decoding:
     """The decoder to time; SMC as published, whose cycles give K + 1 tokens whatever the random weights say."""
     chosen = DECODINGS[args.decoding]
@@ -109,10 +114,13 @@ def shape_models(args: argparse.Namespace) -> Models:
     return models
 
 
-def check_plot(args: argparse.Namespace) -> None:
-    """Raises ValueError for a picture that could not be drawn or written, before anything is measured."""
-    if args.plot is None:
+def check_files(args: argparse.Namespace) -> None:
+    """Raises ValueError for files that could not be written, or drawn, before anything is measured."""
+    if args.save is not None:
+        check_output("--save", args.save)
+    plot = getattr(args, "plot", None)
+    if plot is None:
         return
-    if not args.plot.endswith((".svg", ".png", ".pdf")):
-        raise ValueError(f"--plot must end in .svg, .png or .pdf, got {args.plot}.")
-    check_output("--plot", args.plot)
+    if not plot.endswith((".svg", ".png", ".pdf")):
+        raise ValueError(f"--plot must end in .svg, .png or .pdf, got {plot}.")
+    check_output("--plot", plot)

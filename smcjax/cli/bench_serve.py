@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import sys
 
-from smcjax.cli.bench_options import COUNT
+from smcjax.cli.bench_options import COUNT, add_save_option, check_files
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import above, text, whole
 from smcjax.cli.serve import KEY_VARIABLE
@@ -40,15 +39,16 @@ def add_parser(benchmarks: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--max-concurrency", type=COUNT, metavar="C", help="requests under way at most (all)")
     parser.add_argument("--seed", type=whole(0, MAX_SEED // 2), default=0, help="of arrivals, prompts and answers (0)")
-    parser.add_argument("--json", action="store_true", help="one JSON line a row last")
+    add_save_option(parser)
     add_debug_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Sends the load at each rate; a table, and the first failure of each row on stderr."""
+    check_files(args)
     try:
-        from smcjax.bench import client
+        from smcjax.bench import client, record
     except ModuleNotFoundError as error:
         raise RuntimeError(extra_missing("smcjax bench serve", str(error.name), "serve") + ".") from None
     keys = [args.api_key, *map(os.environ.get, KEY_VARIABLES)]
@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
         if errors:
             print(f"{len(errors)} of {len(requests)} requests failed; the first: {errors[0]}", file=sys.stderr)
     print(client.markdown(results))
-    if args.json:
-        for result in results:
-            print(json.dumps(result))
+    if args.save is not None:
+        record.save(args.save, results, None)  # the server's machine, which this process does not know
     return 0 if all(result["completed"] for result in results) else 1

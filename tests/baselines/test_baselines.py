@@ -30,21 +30,25 @@ def output(*command: str, given: str = "") -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_cycle_beside_ours() -> None:
-    command = [sys.executable, "-m", "smcjax", "bench", "cycle", "--compare", "--json", "--torch-python", TORCH]
+def test_the_cycle_beside_ours(tmp_path: Path) -> None:
+    saved = tmp_path / "compare.json"
+    command = [sys.executable, "-m", "smcjax", "bench", "cycle", "--compare", "--torch-python", TORCH]
     sizes = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "-N", "2", "-K", "2", "--context", "8"]
     run = ["--max-model-len", "48", "--windows", "1", "--cycles", "3", "--bandwidth", "10"]
-    ours, xla, baseline = json.loads(output(*command, *sizes, *run)[-1]).values()
+    output(*command, *sizes, *run, "--save", str(saved))
+    ours, xla, baseline = json.loads(saved.read_text())["rows"]
     for key in ("groups", "n_particles", "gamma", "context", "max_model_len", "weight_bytes", "weight_roofline_ms"):
         assert ours[key] == xla[key] == baseline[key]
     assert baseline["weight_roofline_fraction"] * baseline["ms"] == pytest.approx(baseline["weight_roofline_ms"])
     assert baseline["implementation"].startswith("torch 2.")
 
 
-def test_the_target_alone_in_eager_mode() -> None:
+def test_the_target_alone_in_eager_mode(tmp_path: Path) -> None:
     shapes = json.dumps({name: baseline_shape(SHAPES[f"tiny-{name}"]) for name in ("target", "draft")})
     command = [str(BASELINE), "--decoding", "autoregressive", "--mode", "eager", "--attention", "matmul"]
-    baseline = json.loads(output(TORCH, *command, "--context", "8", "--max-model-len", "48", given=shapes)[-1])
+    saved = tmp_path / "alone.json"
+    output(TORCH, *command, "--context", "8", "--max-model-len", "48", "--save", str(saved), given=shapes)
+    (baseline,) = json.loads(saved.read_text())["rows"]
     assert (baseline["n_particles"], baseline["gamma"]) == (1, 0)
     assert baseline["tokens_per_second"] == pytest.approx(1e3 / baseline["ms"])
 

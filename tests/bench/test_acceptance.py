@@ -121,12 +121,12 @@ def test_what_the_table_says() -> None:
 
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plot = tmp_path / "acceptance.svg"
+    plot, saved = tmp_path / "acceptance.svg", tmp_path / "acceptance.json"
     small = ["--gammas", "2", "--candidates", "2", "--particles", "2", "--context", "8", "--windows", "1"]
     small += ["--cycles", "2", "--page-size", "4", "--bandwidth", "10", "--acceptance", "0.9", "0.25"]
-    assert main(["bench", "acceptance", *SHAPES, *small, "--json", "--plot", str(plot)]) == 0
+    assert main(["bench", "acceptance", *SHAPES, *small, "--save", str(saved), "--plot", str(plot)]) == 0
     out, err = capsys.readouterr()
-    rows = [json.loads(line) for line in out.splitlines()[-4:]]
+    rows = json.loads(saved.read_text())["rows"]
     assert [row["decoder"] for row in rows] == [
         "target alone",
         "rejection, K=2",

@@ -252,12 +252,12 @@ def test_rows_whose_programs_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_it_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg"))
+    files = ("--save", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg"))
     assert bench.main(["verify", "--tiny", "--gamma", "2", "--only", "merged", *files]) == 0
     out = capsys.readouterr().out
     assert "Acceptance is assumed, 0.8 of each draft" in out
     assert "of a verification" in out
-    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    lines = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [line["name"] for line in lines] == ["merged", "merged, first layer selects"]
     assert all(line["ms"] > 0 and 0 < line["unique_bytes"] <= line["issued_bytes"] for line in lines)
     assert (tmp_path / "out.svg").stat().st_size > 1000

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from smcjax import SMC
+from smcjax.bench import record
 from smcjax.bench.compare import BASELINE, contenders, markdown
 from tests.cli.conftest import Command, smcjax
 
@@ -27,6 +28,7 @@ FIGURES = {
     "tokens_per_second": 1234.5,
     "weight_roofline_fraction": 0.4567,
 }
+MACHINE = {"device": "a card", "bandwidth": 1e9}
 SPECULATION = SMC(n_particles=2, gamma=3).speculation
 
 
@@ -36,13 +38,20 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     asked: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        asked.append(list(command))
-        if command[-1] == "xla":
-            return subprocess.CompletedProcess(command, 1, "")
-        return subprocess.CompletedProcess(command, 0, "a table\n" + json.dumps(FIGURES) + "\n")
+        *asked_for, option, path = command
+        assert option == "--save"
+        asked.append(asked_for)
+        if asked_for[-1] == "xla":
+            return subprocess.CompletedProcess(command, 1)
+        Path(path).write_text(json.dumps({"machine": MACHINE, "rows": [FIGURES]}))
+        return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
     return asked
+
+
+def ran_badly(code: int) -> str:
+    return f"it ended with exit code {code}; its message is above"
 
 
 def has_torch(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
@@ -57,8 +66,8 @@ def test_all_three_run_in_turn(commands: list[list[str]], monkeypatch: pytest.Mo
     # A draft has 69,632 weights that a token goes through, the target 360,448; f32, at 1 GB/s.
     assert ran[2].result["weight_bytes"] == 4 * (3 * 69_632 + 360_448)
     assert ran[2].result["weight_roofline_fraction"] == pytest.approx(2.277376 / 12.345)
-    assert "exit code 1" in ran[1].reason
-    assert commands[0][-6:] == ["cycle", "--context", "8", "--json", "--implementation", "auto"]
+    assert ran[1].reason == ran_badly(1)
+    assert commands[0][-6:] == ["bench", "cycle", "--context", "8", "--implementation", "auto"]
     assert commands[2] == [sys.executable, str(BASELINE), "--gamma", "3"]
     assert BASELINE.exists()
     lines = markdown(ran).splitlines()
@@ -75,15 +84,22 @@ def test_no_peer(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp
     assert len(commands) == 4
 
 
-def test_the_command(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, smcjax: Command) -> None:
+def test_the_command(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, smcjax: Command, tmp_path: Path
+) -> None:
     has_torch(monkeypatch, False)
     arguments = ["bench", "cycle", "--compare", "--context", "99", "--bandwidth", "7", "--draft-quantization", "int8"]
-    result = smcjax(*arguments, "--json")
+    saved = tmp_path / "compare.json"
+    monkeypatch.setattr(sys, "argv", ["smcjax", *arguments])
+    monkeypatch.setattr(record, "commit", lambda: "c0ffee")
+    monkeypatch.setattr(record, "dirty", lambda: False)
+    result = smcjax(*arguments, "--save", str(saved))
     assert result.code == 1  # plain XLA failed
     assert "torch is not installed" in result.out
-    report = json.loads(result.out.splitlines()[-1])
-    assert report["this package"] == FIGURES
-    assert report["this package, plain XLA"] is None
+    report = json.loads(saved.read_text())
+    assert (report["machine"], report["command"]) == (MACHINE, " ".join(["smcjax", *arguments]))
+    assert report["rows"][0] == {"contender": "this package", **FIGURES}
+    assert report["rows"][1] == {"contender": "this package, plain XLA", "not_run": ran_badly(1)}
     text = " ".join(commands[0])
     assert "--context 99" in text
     assert "--bandwidth 7.0" in text

@@ -52,12 +52,12 @@ def test_models_of_a_contender() -> None:
 
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plot = tmp_path / "frontier.svg"
+    plot, saved = tmp_path / "frontier.svg", tmp_path / "decoders.json"
     small = ["-n", "4", "--max-num-seqs", "1", "--answers", "2"]
     small += ["--decoding", "Rejection(gamma=3)", "SMC(n_particles=2, gamma=3, control=0)"]
-    assert main(["bench", "decoders", *small, "--json", "--plot", str(plot)]) == 0
+    assert main(["bench", "decoders", *small, "--save", str(saved), "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
-    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    rows = json.loads(saved.read_text())["rows"]
     assert [row["decoder"] for row in rows] == [
         TARGET,
         DRAFT,
@@ -82,12 +82,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["recall-eagle", "ngram"])
-def test_drafts_that_need_the_target(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafts_that_need_the_target(draft: str, tmp_path: Path) -> None:
     """A head, and drafts that are looked up, have no row of their own, and are always exact here."""
     small = ["-n", "1", "--decoding", "Rejection(gamma=3)", "--max-num-seqs", "1", "--temperature", "0"]
     pair = ["--task", "recall", "--context", "512", "--model", "recall", "--draft-model", draft]
-    assert main(["bench", "decoders", *small, *pair, "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert main(["bench", "decoders", *small, *pair, "--save", str(tmp_path / "decoders.json")]) == 0
+    rows = json.loads((tmp_path / "decoders.json").read_text())["rows"]
     assert [row["decoder"] for row in rows] == [TARGET, "rejection, K=3"]
     assert rows[0]["accuracy"] == rows[1]["accuracy"]
 

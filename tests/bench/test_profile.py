@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,11 +110,6 @@ def test_what_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         profiler.measure(["a"])
     with pytest.raises(ValueError, match=r"^contexts of 1000 tokens grow to \d+ while they are timed and the longest"):
         Profiler(dataclasses.replace(SMALL, contexts=(1000,)), models(pair))
-
-
-def test_the_commit_is_of_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(profile.smcjax, "__file__", str(tmp_path / "smcjax" / "__init__.py"))
-    assert profile.commit() is None
 
 
 def test_strategies_read_as_an_engine_would(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,8 @@ def test_figures(decoding: SMC | Autoregressive) -> None:
 @pytest.mark.slow
 def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["-N", "2", "-K", "2", "--num-prompts", "3", "--input-len", "9", "--output-len", "7", "--max-num-seqs", "2"]
-    assert main(["bench", "throughput", *SHAPES, *small, "--json"]) == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["bench", "throughput", *SHAPES, *small, "--save", str(tmp_path / "load.json")]) == 0
+    (last,) = json.loads((tmp_path / "load.json").read_text())["rows"]
     assert last["completed"] == 3
     assert last["request_rate"] == "inf"
     plot = tmp_path / "latency.svg"
@@ -74,6 +74,7 @@ def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
         return requests
 
     monkeypatch.setattr(serving, "make_requests", remembering)
+    capsys.readouterr()
     assert main(["bench", "latency", *SHAPES, *small, "--rates", "50", "100", "--plot", str(plot)]) == 0
     assert capsys.readouterr().out.count("\n| ") == 2
     assert "<svg" in plot.read_text()

@@ -24,6 +24,12 @@ from tests.cli.conftest import Command
 SMALL = ["-N", "3", "-K", "2"]
 
 
+def rows_of(saved: str) -> list[dict[str, Any]]:
+    """The rows of a record that a command saved."""
+    rows: list[dict[str, Any]] = json.loads(Path(saved).read_text())["rows"]
+    return rows
+
+
 @pytest.mark.slow
 def test_generate_prints_the_answer_alone_on_stdout(smcjax: Command, models: list[str], pair: Pair) -> None:
     result = smcjax("generate", "hello", *models, *SMALL, "--max-tokens", "9", "--seed", "4", "--temperature", "0.9")
@@ -123,11 +129,12 @@ def test_generate_writes_a_trace(smcjax: Command, models: list[str], tmp_path: P
 
 
 @pytest.mark.slow
-def test_eval_reports_accuracy_with_its_interval(smcjax: Command, pair: Pair) -> None:
+def test_eval_reports_accuracy_with_its_interval(smcjax: Command, pair: Pair, tmp_path: Path) -> None:
+    saved = str(tmp_path / "eval.json")
     models = ["--model", pair.target, "--draft-model", pair.draft, "--max-model-len", "800"]
-    result = smcjax("eval", *models, "-n", "2", *SMALL, "--max-tokens", "6", "--json", "--max-num-seqs", "2")
+    result = smcjax("eval", *models, "-n", "2", *SMALL, "--max-tokens", "6", "--save", saved, "--max-num-seqs", "2")
     assert result.code == 0
-    report = json.loads(result.out.splitlines()[-1])
+    report = rows_of(saved)[0]
     assert {"accuracy", "ci_low", "ci_high", "n", "tokens_per_second", "tokens_per_cycle"} <= report.keys()
     assert (report["accuracy"], report["n"]) == (0, 2)
     assert report["ci_low"] == 0 < report["ci_high"] < 1
@@ -138,12 +145,13 @@ def test_eval_reports_accuracy_with_its_interval(smcjax: Command, pair: Pair) ->
 
 
 @pytest.mark.slow
-def test_eval_asks_about_long_documents(smcjax: Command) -> None:
+def test_eval_asks_about_long_documents(smcjax: Command, tmp_path: Path) -> None:
     """The task brings its own pair: each of 16 lines counts, and nearly all are right."""
-    task = ["--task", "recall", "--context", "1100", "-n", "1", "--json", "--temperature", "0"]
+    saved = str(tmp_path / "eval.json")
+    task = ["--task", "recall", "--context", "1100", "-n", "1", "--save", saved, "--temperature", "0"]
     result = smcjax("eval", *task, "--decoding", "rejection")
     assert result.code == 0
-    report = json.loads(result.out.splitlines()[-1])
+    report = rows_of(saved)[0]
     assert report["n"] == 16
     assert report["accuracy"] > 0.9
     assert "16 lines of answer, rejection" in result.out.splitlines()[0]
@@ -156,18 +164,21 @@ def test_eval_names_the_problem_that_does_not_fit(smcjax: Command, models: list[
 
 
 @pytest.mark.slow
-def test_bench_cycle_prints_a_table_and_one_json_line(smcjax: Command) -> None:
+def test_bench_cycle_prints_a_table_and_saves_it(smcjax: Command, tmp_path: Path) -> None:
+    saved = str(tmp_path / "cycle.json")
     shapes = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "--max-model-len", "64"]
     window = ["--context", "8", "--windows", "2", "--cycles", "2", "--page-size", "4", "--bandwidth", "10"]
-    result = smcjax("bench", "cycle", *shapes, *window, *SMALL, "--json")
+    result = smcjax("bench", "cycle", *shapes, *window, *SMALL, "--save", saved)
     assert result.code == 0
-    report = json.loads(result.out.splitlines()[-1])
+    report = rows_of(saved)[0]
     assert report["bandwidth"] == 1e10
+    assert report["read_bandwidth"] > 1e8
     assert (report["n_particles"], report["gamma"], len(report["ms_windows"])) == (3, 2, 2)
     assert "of the weight roofline" in result.out
 
 
-def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_saves_on_request_only(smcjax: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved = str(tmp_path / "cycle.json")
     figures: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
     figures |= {
         "device": "test",
@@ -192,7 +203,9 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
     assert "scratch" in table.out
     assert "{" not in table.out
     named = dict(zip(("target", "draft"), shapes, strict=True))
-    assert json.loads(smcjax(*arguments, "--json").out.splitlines()[-1]) == {**named, **figures}
+    assert smcjax(*arguments, "--save", saved).out == table.out
+    assert rows_of(saved) == [{**named, **figures}]
+    assert "that can be written to" in smcjax(*arguments, "--save", str(tmp_path / "no" / "x.json")).err
     assert asked[0] == asked[1]
     assert asked[0][1:] == (Case(Autoregressive()), 5e9)
     assert smcjax("bench", "cycle", "-N", "5", "-K", "6", "--draft-quantization", "int8").code == 0
@@ -201,19 +214,20 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
     assert asked[3][0] == Models("llama-3.1-8b", "llama-3.2-1b")
 
 
-def test_bench_predict_prints_markdown_and_one_json_line(smcjax: Command) -> None:
-    result = smcjax("bench", "predict", "--devices", "2", "--gammas", "8", "--device", "H200", "--json")
+def test_bench_predict_prints_markdown_and_saves_it(smcjax: Command, tmp_path: Path) -> None:
+    saved, by_xla = str(tmp_path / "predicted.json"), str(tmp_path / "by_xla.json")
+    of_two = ("--devices", "2", "--gammas", "8")
+    result = smcjax("bench", "predict", *of_two, "--device", "H200", "--save", saved)
     assert result.code == 0
     lines = result.out.splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:-1]] == [
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
         "| llama-3.1-70b, target alone",
         "| llama-3.1-70b, SMC, N=8, K=8",
     ]
-    found = json.loads(lines[-1])
+    found = rows_of(saved)
     assert [one["size"] for one in found] == [2, 2]
-    of_two = ("--devices", "2", "--gammas", "8", "--json")
-    by_xla = json.loads(smcjax("bench", "predict", *of_two, "--collectives", "xla").out.splitlines()[-1])
-    for ours, theirs in zip(found, by_xla, strict=True):
+    assert smcjax("bench", "predict", *of_two, "--collectives", "xla", "--save", by_xla).code == 0
+    for ours, theirs in zip(found, rows_of(by_xla), strict=True):
         assert ours.pop("sum_seconds") < theirs.pop("sum_seconds")
         assert ours["seconds"] < theirs["seconds"]
         assert ours["weight_seconds"] == theirs["weight_seconds"]
@@ -237,7 +251,8 @@ def test_devices_that_do_not_fit(smcjax: Command, arguments: tuple[str, ...], me
     assert message in result.err
 
 
-def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved = str(tmp_path / "table.json")
     figures: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
     figures |= {"device": "test", "decoding": "smc", "private": 0, "quantization": None, "draft_quantization": "int8"}
     figures |= {"attention": "nsa", "target_layers": None}
@@ -250,7 +265,7 @@ def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(bench_table, "run_cases", run_cases)
     options = ["--draft-quantization", "int8", "--attention", "nsa"]
-    result = smcjax("bench", "table", "--contexts", "32", "--requests", *options, "--json")
+    result = smcjax("bench", "table", "--contexts", "32", "--requests", *options, "--save", saved)
     assert result.code == 0
     assert [case.context for case in asked[0][1]] == [32, 32, 32, 32]  # N, 2N, 2K, the target alone
     assert (asked[0][0].draft_quantization, asked[0][0].attention) == ("int8", "nsa")
@@ -258,5 +273,5 @@ def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.Monkey
     assert f"{asked[0][0].draft} (int8) → {asked[0][0].target} with nsa," in result.out
     lines = result.out.splitlines()
     assert sum(line.startswith("|") for line in lines) == 2 + 4
-    assert len(json.loads(lines[-1])) == 4
+    assert len(rows_of(saved)) == 4
     assert smcjax("bench", "table", "--contexts", "0").code == 2

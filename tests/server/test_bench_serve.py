@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +27,11 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def bench(server: Running, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any], str]:
-    code = main(["bench", "serve", "--base-url", server.url, "--max-tokens", "9", "--json", *options])
-    out, err = capsys.readouterr()
-    return code, json.loads(out.splitlines()[-1]), err
+    with tempfile.TemporaryDirectory() as directory:
+        saved = Path(directory) / "load.json"
+        code = main(["bench", "serve", "--base-url", server.url, "--max-tokens", "9", "--save", str(saved), *options])
+        (row,) = json.loads(saved.read_text())["rows"]
+    return code, row, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [(), ("--request-rate", "50"), ("--max-concurrency", "1")])
