@@ -1,0 +1,168 @@
+"""Figures of the pages, from the records in `results/` that `--save FILE` of the benchmarks writes.
+
+    python scripts/benchmarks/pages.py            # writes them into the pages, and the picture of a cycle
+    python scripts/benchmarks/pages.py --check    # names what is stale, and exits with code 1; the tests do the same
+
+A table stands between two comments, of which the first says what makes it of which records:
+
+    <!-- figures: cycles table_h200 compare_h200 -->
+    <!-- end -->
+
+A number in a sentence has a comment behind it with record, row, field and format. Another row makes it a ratio:
+
+    846<!--compare_h200 0 tokens_per_second ,.0f--> tokens/s, 1.7<!--compare_h200 2/0 ms .1f--> times
+
+Records whose `raw` is null were transcribed from the pages when those had figures of their own; their raw windows are
+lost. Tables that are `plain` or `dated` show their rows cell by cell. A new run's file takes the place of a record, and
+this script does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from smcjax.device import KNOWN
+from smcjax.markdown import table
+from smcjax.viz.cycle import draw_cycle
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+PICTURE = ROOT / "docs" / "images" / "cycle.svg"
+PROFILE = "profile_h200"
+BLOCK = re.compile(r"(<!-- figures: (\w+) ([\w ]+) -->\n).*?(\n?<!-- end -->)", re.DOTALL)
+NUMBER = re.compile(r"[^\s(|*\[]+?<!--(\w+) (-?\d+)(?:/(\d+))? (\w+) ([^ ]+)-->")
+Record = dict[str, Any]
+
+
+@functools.cache
+def record(name: str) -> Record:
+    """Reads a record by its file's name."""
+    read: Record = json.loads((RESULTS / f"{name}.json").read_text())
+    return read
+
+
+def share(fraction: float | None) -> str:
+    """A fraction as a percentage; "–" where there is none."""
+    return "–" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def run_of(made: Record) -> str:
+    """The line below a table: what ran where and when, and the command."""
+    machine, commit = made["machine"], made["commit"] + (" and changes" if made["dirty"] else "")
+    count = f"{machine['devices']} × " if machine["devices"] > 1 else ""
+    return f"*{count}{machine['device']}, JAX {machine['jax']}, {made['date']}, {commit}: `{made['command']}`*"
+
+
+def cycles(timed: Record, compared: Record) -> str:
+    """Cases of `bench table`, and the contenders of `bench cycle --compare`."""
+    rows = []
+    for row in timed["rows"]:
+        requests = "1 request" if row["groups"] == 1 else f"{row['groups']} requests"
+        private = f", {row['private']:,} of them private" if row["private"] else ""
+        rows.append((f"{row['described']}, {requests}, {row['context']:,} tokens{private}", *_cells(row)))
+    for row in compared["rows"]:
+        name = f"{row['contender']}, {row['groups']} request of {row['context']:,} tokens"
+        rows.append((name, *(_cells(row) if row.get("ms") else ("–",) * 4)))
+    heads = ["case", "ms a cycle", "tokens/s", "of the weight roofline", "of the whole roofline"]
+    return "\n\n".join([table(heads, rows), run_of(timed), run_of(compared)])
+
+
+def _cells(row: Record) -> tuple[str, ...]:
+    several = row["groups"] > 1  # a batch is bound by FLOPs as well
+    weights = None if several else row["weight_roofline_fraction"]
+    return f"{row['ms']:.2f}", f"{row['tokens_per_second']:,.0f}", share(weights), share(row.get("roofline_fraction"))
+
+
+def plain(made: Record) -> str:
+    """Rows as they are."""
+    return table(made["heads"], made["rows"])
+
+
+def dated(made: Record) -> str:
+    """Rows as they are, and what ran."""
+    return f"{plain(made)}\n\n{run_of(made)}"
+
+
+def rivals(published: Record) -> str:
+    """Published speeds beside ours, and the memory's bandwidth that they come to by the bytes that a token needs."""
+    rows = []
+    for row in published["rows"]:
+        speed, size, read, date = map(row.get, ("tokens_per_second", "bytes_a_token", "read_bandwidth", "date"))
+        at = f"[{row['said']}]({row['link']}), " if row["link"] else f"{row['said']}, " if row["said"] else ""
+        if "record" in row:
+            made = record(row["record"])
+            own, date = made["rows"][row["row"]], made["date"]
+            speed, size = own["tokens_per_second"], own["weight_bytes"] / (own["gamma"] + 1)
+            read = own.get("read_bandwidth") or read
+        card = KNOWN[row["card"]]
+        used = None if size is None else speed * size / row["devices"]
+        rows.append(
+            (
+                row["models"],
+                f"{row['devices']} × {card.kind.removeprefix('NVIDIA ')}",
+                row["contender"],
+                f"{speed:,.0f}",
+                share(used and used / card.bandwidth),
+                share(used and read and used / read),
+                row["lossless"],
+                f"{at}{row['how']}, {date}",
+            )
+        )
+    heads = ["models", "cards", "", "tokens/s", "of the data sheet's bandwidth", "of measured reads", "lossless", "how"]
+    return table(heads, rows)
+
+
+TABLES: dict[str, Callable[..., str]] = {"cycles": cycles, "plain": plain, "dated": dated, "rivals": rivals}
+
+
+def figured(text: str) -> str:
+    """The page with its figures as the records have them."""
+
+    def block(found: re.Match[str]) -> str:
+        made = TABLES[found[2]](*map(record, found[3].split()))
+        return f"{found[1]}{made}\n<!-- end -->"
+
+    def number(found: re.Match[str]) -> str:
+        name, row, over, field, form = found.groups()
+        rows = record(name)["rows"]
+        value = rows[int(row)][field] / (rows[int(over)][field] if over else 1)
+        return f"{value:{form}}{found[0][found[0].index('<!--') :]}"
+
+    return NUMBER.sub(number, BLOCK.sub(block, text))
+
+
+def pages() -> Iterator[Path]:
+    """The README and all pages of the site."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def stale() -> list[Path]:
+    """The pages whose figures are not those of the records, and the picture."""
+    found = [page for page in pages() if figured(page.read_text()) != page.read_text()]
+    drawn = PICTURE.exists() and PICTURE.read_text() == draw_cycle(record(PROFILE)["rows"])
+    return found if drawn else [*found, PICTURE]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes figures, or says where they are stale."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args(argv)
+    found = stale()
+    for page in found:
+        print(f"{page.relative_to(ROOT)} {'is stale' if args.check else 'is written'}")
+        if not args.check:
+            page.write_text(draw_cycle(record(PROFILE)["rows"]) if page == PICTURE else figured(page.read_text()))
+    return 1 if found and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Figures of the pages are those of the records in `scripts/benchmarks/results/`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pages
+import pytest
+
+from smcjax.viz.cycle import PARTS, draw_cycle, parts_of
+
+
+def test_no_page_is_stale() -> None:
+    assert not pages.stale(), "run python scripts/benchmarks/pages.py"
+
+
+def test_every_record_says_how_to_make_it_again() -> None:
+    for path in pages.RESULTS.glob("*.json"):
+        if path.stem != "rivals":
+            read = json.loads(path.read_text())
+            assert {"command", "commit", "dirty", "date", "machine", "rows"} <= read.keys(), path
+            assert read["rows"], path
+
+
+@pytest.mark.parametrize(
+    ("page", "written", "false"),
+    [("docs/explanation/performance.md", "| 839 |", "| 840 |"), ("README.md", "846<!--", "900<!--")],
+)
+def test_a_wrong_figure_is_seen(page: str, written: str, false: str) -> None:
+    text = (pages.ROOT / page).read_text()
+    assert written in text
+    assert pages.figured(text.replace(written, false)) == text
+
+
+def test_the_command_says_what_is_stale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("1<!--compare_h200 0 groups .0f--> and 3<!--compare_h200 0 gamma .0f-->")
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "PICTURE", tmp_path / "cycle.svg")
+    assert pages.main(["--check"]) == 1
+    assert capsys.readouterr().out == "README.md is stale\ncycle.svg is stale\n"
+    assert pages.main([]) == 0
+    assert page.read_text() == "1<!--compare_h200 0 groups .0f--> and 8<!--compare_h200 0 gamma .0f-->"
+    assert pages.main(["--check"]) == 0
+
+
+def test_each_kernel_is_in_one_part_of_the_bar() -> None:
+    kernels = [
+        ("propose", "decode_step"),
+        ("verify", "nvjet_tst_128x8"),
+        ("verify", "shared_attention_merge"),
+        ("verify", "swiglu"),
+        ("resample", "ancestors"),
+    ]
+    rows = [
+        {"phase": phase, "kernel": kernel, "microseconds": 10.0, "launches": 2.0}
+        for phase, kernel in [*kernels, kernels[0]]
+    ]
+    assert list(parts_of(rows).values()) == [(20.0, 4.0), *[(10.0, 2.0)] * 4]
+    drawn = draw_cycle(rows)
+    assert "60 µs of kernels a cycle" in drawn
+    assert f"{PARTS[0][0]}: 20 µs, 33.3%, 4 launches" in drawn
