@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
-import unittest.mock
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +60,9 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from smcjax.engine.run import programs  # noqa: E402
 from tests.first_cases import first_cases  # noqa: E402
 from tests.interpreted import hand_arrays_over  # noqa: E402
-from tests.lazily import Later, lazily  # noqa: E402
+from tests.lazily import Patch, lazily, program_patches  # noqa: E402
 from tests.memory import give_back, keep_free_memory  # noqa: E402
 from tests.passes import leave_llvm_passes_out  # noqa: E402
-from tests.patched import changes_programs  # noqa: E402
 from tests.sizes import one_size  # noqa: E402
 from tests.weights import draw_on_the_host  # noqa: E402
 
@@ -76,9 +73,6 @@ hand_arrays_over()
 # JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("laws")
-
-
-_every_patch = True
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -101,12 +95,10 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     marked = {mark.name for mark in request.node.iter_markers()}
     leave_llvm_passes_out("llvm_passes" not in marked)
-    global _every_patch
-    _every_patch = "compiled_at_once" in marked
     shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
     with (
         contextlib.nullcontext() if "all_sizes" in marked else one_size(),
-        contextlib.nullcontext() if _every_patch else lazily(),
+        contextlib.nullcontext() if "compiled_at_once" in marked else lazily(),
     ):
         yield
     leave_llvm_passes_out(True)
@@ -116,33 +108,11 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.freeze()  # what is left lives as long as the process, modules above all: no later collection looks at it
 
 
-def _forget_programs(method: Callable[..., Any], targets: Callable[..., Iterable[Any]]) -> Callable[..., Any]:
-    """Makes a patch a moment after which programs are compiled anew, since what they are made of may be another.
-
-    Programs that were asked for before it and wait for their first call are compiled without it. In files about what is
-    compiled every patch is one; in others those are not that nothing of a program can be made of (`patched.py`).
-    """
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not any(_every_patch or changes_programs(target) for target in targets(*args)):
-            return method(*args, **kwargs)
-        Later.none_is_left()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            programs._shared.clear()
-
-    return call
-
-
-for patching, method, targets in (
-    (pytest.MonkeyPatch, "setattr", lambda patch, target, *_: [target]),
-    (pytest.MonkeyPatch, "undo", lambda patch: [target for target, _, _ in patch._setattr]),
-    (unittest.mock._patch, "__enter__", lambda patch: [patch.getter()]),
-    (unittest.mock._patch, "__exit__", lambda patch, *_: [patch.target]),
-):
-    setattr(patching, method, _forget_programs(getattr(patching, method), targets))
+@pytest.fixture
+def patch_programs() -> Iterator[Patch]:
+    """Patches what programs are made of, until the test ends; `test_lazily.py` says which modules that are."""
+    with program_patches() as patch:
+        yield patch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

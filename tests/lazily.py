@@ -8,9 +8,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
+import pytest
+
 from smcjax.engine.run import programs
 
 _compiled = programs._compiled
+Patch = Callable[..., None]
 
 
 class Later:
@@ -76,3 +79,26 @@ def lazily() -> Iterator[None]:
         yield
     finally:
         programs._compiled, programs._require_memory = before
+
+
+@contextlib.contextmanager
+def program_patches(*first: Any) -> Iterator[Patch]:
+    """Yields `patch(target, name, value)` for what programs are made of; a first one may be given at once.
+
+    A program has the patches of the time when an engine asked for it, and none is shared across a patch or its end.
+    """
+
+    def patch(*what: Any) -> None:
+        Later.none_is_left()
+        patches.setattr(*what)
+        programs._shared.clear()
+
+    with pytest.MonkeyPatch.context() as patches:
+        try:
+            if first:
+                patch(*first)
+            yield patch
+            Later.none_is_left()
+        finally:
+            patches.undo()
+            programs._shared.clear()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import unittest.mock
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,16 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from smcjax import LLM, SMC, Autoregressive, Rejection
-from smcjax.engine import engine as engine_module
 from smcjax.engine.run import programs as engine_programs
 from smcjax.engine.run.programs import Job, Programs
-from smcjax.structured import automaton
 from tests import test_lazily as module
 from tests.checkpoints import write_pair
-from tests.lazily import Later, lazily
-from tests.patched import OF_THE_HOST, changes_programs
+from tests.lazily import Later, lazily, program_patches
+
+# Rooms and modules of which lines run while programs are traced, and modules in these of which none does.
+OF_PROGRAMS = ("autoregressive", "decoding", "engine.run.jobs", "engine.run.slots", "kv", "matmul")
+OF_PROGRAMS += ("model", "noise", "numerics", "pallas", "rejection", "smc", "sparse")
+BESIDE = ("smcjax.model.checkpoint", "smcjax.model.hub", "smcjax.model.params", "smcjax.smc.history")
 
 traced: list[float] = []
 
@@ -61,22 +62,11 @@ def test_nothing_is_traced_before_its_first_call(asked: Programs) -> None:
     assert module.traced == [1.0]
 
 
-@pytest.mark.parametrize("kind", ["monkeypatch", "mock"])
-def test_a_program_has_the_patches_of_the_time_it_was_asked_for(asked: Programs, kind: str) -> None:
+def test_a_program_has_the_patches_of_the_time_it_was_asked_for(asked: Programs) -> None:
     """Before a patch, within it, and after it: neither a patch nor its end is lost, whenever the program is called."""
-
-    def patched() -> Any:
-        return unittest.mock.patch.object(module, "amount", return_value=2.0)
-
-    if kind == "mock":
-        with patched():
-            within = programs()
-            assert value(asked) == 1.0
-    else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "amount", lambda: 2.0)
-            within = programs()
-            assert value(asked) == 1.0
+    with program_patches(module, "amount", lambda: 2.0):
+        within = programs()
+        assert value(asked) == 1.0
     after = programs()
     assert [value(within), value(after), value(asked)] == [2.0, 1.0, 1.0]
 
@@ -103,13 +93,18 @@ def files_traced(function: Any, *arguments: Any) -> set[str]:
     return files
 
 
-def of_the_host(files: set[str]) -> set[str]:
-    """Returns the names among these of modules whose patches are said to change no program."""
-    names = {".".join(Path(file).with_suffix("").parts[-4:]) for file in files}
-    return {name for name in names if any(f".{one}." in f".{name}." for one in OF_THE_HOST)}
+def modules_traced(files: set[str]) -> set[str]:
+    """Returns the names of the package's modules among these files."""
+    paths = [Path(file).with_suffix("").parts for file in files if "/smcjax/" in file]
+    return {".".join(path[path.index("smcjax") :]) for path in paths}
 
 
-def test_no_program_is_made_of_what_the_host_does(tmp_path: Path) -> None:
+def traced_in_programs(name: str) -> bool:
+    """Tells whether programs are said to be made of what has this dotted name."""
+    return any(f"{name}.".startswith(f"smcjax.{one}.") for one in OF_PROGRAMS) and not name.startswith(BESIDE)
+
+
+def test_programs_are_made_of_the_modules_whose_patches_must_be_told(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
     for decoding in (SMC(2, 2, control=0.3), Rejection(gamma=2), Autoregressive()):
         draft = None if isinstance(decoding, Autoregressive) else pair.draft
@@ -118,38 +113,47 @@ def test_no_program_is_made_of_what_the_host_does(tmp_path: Path) -> None:
             jobs = runner.jobs(1, runner.program)
             assert len(jobs) >= 6
             for job in jobs.values():
-                files = files_traced(job.function, *job.arguments)
-                assert any(file.endswith("smcjax/engine/run/jobs.py") or "smcjax/kv/" in file for file in files)
-                assert of_the_host(files) == set()
+                modules = modules_traced(files_traced(job.function, *job.arguments))
+                assert modules
+                assert {name for name in modules if not traced_in_programs(name)} == set()
 
 
-def test_control_a_program_of_a_module_of_the_host_is_seen() -> None:
-    there = {"__name__": "x"}
-    exec(compile("def twice(x): return x + x", "/a/smcjax/engine/results/streaming.py", "exec"), there)
-    assert of_the_host(files_traced(there["twice"], jax.ShapeDtypeStruct((), jnp.float32))) == {
-        "smcjax.engine.results.streaming"
-    }
+def forgotten(source: str) -> list[str]:
+    """Returns the patches in a test's source of what programs are made of that `program_patches` is not told of."""
+    names, found = {}, []
+    nodes = list(ast.walk(ast.parse(source)))
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names |= {one.asname or one.name: prefix + one.name for one in node.names}
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".setattr", "patch.object", "mock.patch")):
+            target = ast.unparse(node.args[0]).strip("'\"")
+            known = max((name for name in names if f"{target}.".startswith(f"{name}.")), key=len, default="")
+            if traced_in_programs(names.get(known, known) + target.removeprefix(known)):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_patch_of_a_program_is_forgotten() -> None:
+    found = {path.name: forgotten(path.read_text()) for path in Path(__file__).parent.rglob("*.py")}
+    assert {name: patches for name, patches in found.items() if patches} == {}
 
 
 @pytest.mark.parametrize(
-    ("target", "expected"),
+    ("source", "seen"),
     [
-        ("smcjax.engine.engine.Engine", True),
-        (engine_module, True),
-        (engine_module.Engine, False),
-        (automaton, False),
-        ("smcjax.engine.run.programs._compiled", True),
-        ("smcjax.engine.run.memory.on_cpu", True),
-        (LLM, False),
-        (time, False),
-        (jax, True),
-        (module, True),
-        (Programs, True),
-        (amount, True),
+        ("from smcjax.smc import cycle as c\nmonkeypatch.setattr(c, 'steer', None)", 1),
+        ("import smcjax.matmul\nwith mock.patch.object(smcjax.matmul, '_sum_over', None): pass", 1),
+        ("from smcjax.sparse.nsa import NSA\npatch.setattr(NSA, 'home', None)", 1),
+        ("monkeypatch.setattr('smcjax.pallas.head.sampled_head.HOPPER', None)", 1),
+        ("from smcjax.smc import cycle\npatch_programs(cycle, 'steer', None)", 0),
+        ("from smcjax.model import hub\nmonkeypatch.setattr(hub, 'bundled_model', None)", 0),
+        ("from smcjax.engine.engine import Engine\nmonkeypatch.setattr(Engine, 'step', None)", 0),
     ],
 )
-def test_patches_that_change_programs(target: Any, expected: bool) -> None:
-    assert changes_programs(target) == expected
+def test_control_a_forgotten_patch_is_seen(source: str, seen: int) -> None:
+    assert len(forgotten(source)) == seen
 
 
 def test_an_error_of_the_compiler_reaches_the_caller() -> None:

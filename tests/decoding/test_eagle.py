@@ -197,7 +197,7 @@ def test_drafts_are_the_oracles_and_answers_the_targets(decoding: Rejection) -> 
             assert tokens == [int(law.argmax()) for law in laws]
 
 
-def test_control_entries_of_own_outputs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_entries_of_own_outputs_stay(patch_programs: Any) -> None:
     """Accepted tokens' entries as the head made them, of its own outputs, are not the oracle's."""
 
     def copies_alone(
@@ -205,14 +205,14 @@ def test_control_entries_of_own_outputs_stay(monkeypatch: pytest.MonkeyPatch) ->
     ) -> KVCache:
         return groups.memory.draft if copies is None else groups.memory.draft.copy_pages(copies)
 
-    monkeypatch.setattr(Eagle, "_catch_up", copies_alone)
+    patch_programs(Eagle, "_catch_up", copies_alone)
     assert decode(DECODINGS[0], cycles=4)[1] > 1e-2
 
 
-def test_control_features_of_another_position(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_features_of_another_position(patch_programs: Any) -> None:
     """So are features of the token's own position instead of the one before."""
     features = Eagle._features
-    monkeypatch.setattr(Eagle, "_features", lambda self, cache, table, at: features(self, cache, table, at + 1))
+    patch_programs(Eagle, "_features", lambda self, cache, table, at: features(self, cache, table, at + 1))
     assert decode(DECODINGS[0], cycles=3)[1] > 1e-2
 
 

@@ -185,13 +185,13 @@ def test_groups_of_any_size_and_order_change_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_routing_by_groups_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routing_by_groups_changes_nothing(patch_programs: Any) -> None:
     """Compressed tokens read once a group, as kernels do, of particles whose pages resampling has dealt out.
 
     Control: the first particle's pages for all. (Groups are of sizes that no other test compiles.)
     """
     want, asked, tables = scored(None), [], nsa_groups._tables
-    monkeypatch.setattr(nsa, "routes_by_kernel", lambda *_: not asked.append(1))
+    patch_programs(nsa, "routes_by_kernel", lambda *_: not asked.append(1))
     np.testing.assert_allclose(scored(SparseVerification("merged", 8, "dfs")), want, atol=1e-4)
     assert asked
 
@@ -199,18 +199,18 @@ def test_routing_by_groups_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         found = tables(view)
         return found[np.arange(found.shape[0]) // view.rows * view.rows]
 
-    monkeypatch.setattr(nsa_groups, "_tables", of_first)
+    patch_programs(nsa_groups, "_tables", of_first)
     assert not np.abs(scored(SparseVerification("merged", 7)) - want).max() <= 1e-2
 
 
-def test_control_a_mask_that_names_all_queries_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_mask_that_names_all_queries_is_seen(patch_programs: Any) -> None:
     tasks = nsa_groups.group_tasks
 
     def for_all(*args: Any, **options: Any) -> Any:
         found = tasks(*args, **options)
         return found._replace(queries=jnp.where(found.queries == 0, 0, -1))
 
-    monkeypatch.setattr(nsa_groups, "group_tasks", for_all)
+    patch_programs(nsa_groups, "group_tasks", for_all)
     got = scored(SparseVerification("merged", 3))  # a size that no other test compiles
     assert np.abs(got - scored(None)).max() > 1e-2
 

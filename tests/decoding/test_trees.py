@@ -115,26 +115,26 @@ def mistakes(case: Case) -> int:
 
 
 @pytest.mark.slow
-def test_control_compression_update_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_compression_update_dropped(patch_programs: Any) -> None:
     """Nodes without compressed tokens change what the target says."""
     put = TreeView.put
 
     def without_update(view: TreeView, scratch: Any, new: Any) -> Any:
         return put(view, scratch, {name: array for name, array in new.items() if "compressed" not in name})
 
-    monkeypatch.setattr(TreeView, "put", without_update)
+    patch_programs(TreeView, "put", without_update)
     assert mistakes(CASES[1]) > 0
 
 
 @pytest.mark.slow
-def test_control_another_path_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_another_path_kept(patch_programs: Any) -> None:
     """So do nodes' keys that are kept of other nodes than the accepted ones."""
     write = rejection.decoder.keep_path
 
     def last_but_one(program: Any, state: Any, drafts: Any, scratch: Any, last: Any) -> Any:
         return write(program, state, drafts, jax.tree.map(lambda array: jnp.roll(array, 1, axis=1), scratch), last)
 
-    monkeypatch.setattr(rejection.decoder, "keep_path", last_but_one)
+    patch_programs(rejection.decoder, "keep_path", last_but_one)
     assert mistakes(CASES[1]) > 0
 
 

@@ -348,7 +348,7 @@ class ByXLA(PeerMemory):
 
 
 def test_programs_have_peers_in_every_sum_and_gather(
-    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, patch_programs: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (decoding, _), size = DECODERS["autoregressive"], 2
     want = alone(target, draft, decoding)
@@ -369,10 +369,8 @@ def test_programs_have_peers_in_every_sum_and_gather(
     monkeypatch.setattr(ShardedPrograms, "launch", launch)
     monkeypatch.setattr(ShardedPrograms, "has_peers", lambda sharded, implementation: implementation == "auto")
     monkeypatch.setattr(sharded_programs, "Workspaces", Spaces)
-    monkeypatch.setattr(
-        smcjax.matmul, "_sum_over", lambda axis, x, peer_memory, add_to=None: peer_memory.sum(x, add_to)
-    )
-    monkeypatch.setattr(smcjax.matmul, "_gather_over", lambda axis, x, peer_memory: peer_memory.gather(x))
+    patch_programs(smcjax.matmul, "_sum_over", lambda axis, x, peer_memory, add_to=None: peer_memory.sum(x, add_to))
+    patch_programs(smcjax.matmul, "_gather_over", lambda axis, x, peer_memory: peer_memory.gather(x))
     with caplog.at_level("INFO", "smcjax"):
         assert answers(target, draft, decoding, size) == want
     (budget,) = (line for line in caplog.messages if line.startswith("Memory, "))

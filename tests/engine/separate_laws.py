@@ -93,10 +93,10 @@ def shards(params: Any) -> list[Any]:
     return [shard for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
 
 
-def test_control_devices_must_be_told(pair: tuple[str, str], two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_devices_must_be_told(pair: tuple[str, str], two: LLM, patch_programs: Any) -> None:
     """Without a word of the results devices would go apart."""
     want = asked(two)
-    monkeypatch.setattr(disaggregation, "_sum_over_devices", lambda results, axis: results)
+    patch_programs(disaggregation, "_sum_over_devices", lambda results, axis: results)
     with of(pair, separate_draft=True) as deaf:
         assert asked(deaf) != want
         with pytest.raises(AssertionError):

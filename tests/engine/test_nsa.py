@@ -52,9 +52,7 @@ def test_cached_prefixes_and_preemption_change_no_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(tmp_path: Path, patch_programs: Any) -> None:
     """Harmless for requests that share nothing; those behind one cached prefix write to its pages."""
     target = write_model(tmp_path / "target", 272, 1, **OF_SPARSE)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
@@ -69,7 +67,7 @@ def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(
         return np.array([output.outputs[0].logprobs for output in outputs])
 
     strict = logprobs(80, caching=True)
-    monkeypatch.setattr(NSA, "home", lambda kind, starts: starts)
+    patch_programs(NSA, "home", lambda kind, starts: starts)
     np.testing.assert_allclose(logprobs(81, caching=False), strict, atol=1e-5)
     assert np.abs(logprobs(82, caching=True) - strict).max() > 1e-3
 

@@ -112,12 +112,12 @@ def test_peers_leave_to_collectives_what_they_do_not_take() -> None:
     np.testing.assert_array_equal(logits_of(config, divided, 2, PeerMemory(None, 2)), logits_of(config, divided, 2))
 
 
-def test_heads_that_select_together_sum_their_weights_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_select_together_sum_their_weights_over_devices(patch_programs: Any) -> None:
     """Without that sum the four devices of a key-value head select different blocks, and logits are others."""
     config, params = model(layers=(LayerSpec(SPARSE),))
     divided, want = split_params(params, config, devices_of_host(8)), logits(config, params, TOKENS)
     assert close(logits_of(config, divided, 8), want)
-    monkeypatch.setattr(NSA, "partition", lambda kind, devices, axis: kind)
+    patch_programs(NSA, "partition", lambda kind, devices, axis: kind)
     assert not close(logits_of(config, divided, 8), want)
 
 
@@ -125,7 +125,7 @@ def test_heads_that_select_together_sum_their_weights_over_devices(monkeypatch: 
     "wrong",
     ["no sum", "order of heads", "kv heads", "rows as they lie", "vocabulary", "gates", "compression", "branches"],
 )
-def test_controls_of_the_layout(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls_of_the_layout(wrong: str, patch_programs: Any) -> None:
     of_sparse = {"gates": {}, "compression": {"num_kv_heads": 4}, "branches": {"num_kv_heads": 4}}
     config, params = model(**({"layers": (LayerSpec(SPARSE),), **of_sparse[wrong]} if wrong in of_sparse else {}))
     size = 4
@@ -151,9 +151,9 @@ def test_controls_of_the_layout(wrong: str, monkeypatch: pytest.MonkeyPatch) -> 
             return right(layout, array, size)[::-1]
         return right(layout, array, size)
 
-    monkeypatch.setattr(Layout, "pieces", pieces)
+    patch_programs(Layout, "pieces", pieces)
     if wrong == "no sum":
-        monkeypatch.setattr(
+        patch_programs(
             smcjax.matmul, "_sum_over", lambda axis, x, peer_memory, add_to=None: x if add_to is None else x + add_to
         )
     parallel = devices_of_host(size)

@@ -65,13 +65,13 @@ def test_post_norms_take_the_scale_of_what_is_added(matrix: str) -> None:
 
 
 @pytest.mark.parametrize("norm", ["attn_norm", "mlp_norm"])
-def test_an_absent_norm_is_no_folded_norm(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_norm_is_no_folded_norm(norm: str, patch_programs: Any) -> None:
     """A folded norm still divides by the RMS, as one of ones does; where there is none, a product reads the stream."""
     config = tiny_config(11, embed_scale=3.0)
     params = noisy_params(config)
 
     def found(value: Any, pending: bool) -> np.ndarray:
-        monkeypatch.setattr(decoder, "_leaves_pending", lambda *_: pending)
+        patch_programs(decoder, "_leaves_pending", lambda *_: pending)
         layers = tuple(dataclasses.replace(layer, **{norm: value}) for layer in params.layers)
         return np.asarray(logits(config, dataclasses.replace(params, layers=layers), TOKENS))
 

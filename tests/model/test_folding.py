@@ -59,7 +59,7 @@ def test_folded_norms_give_the_same_logits(model: tuple[ModelConfig, Params, jax
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_pending_norms_give_the_same_logits(
-    model: tuple[ModelConfig, Params, jax.Array], monkeypatch: pytest.MonkeyPatch, wrong: bool
+    model: tuple[ModelConfig, Params, jax.Array], patch_programs: Any, wrong: bool
 ) -> None:
     """The way that kernels go, with plain versions in their place. Negative control: a wrong norm is seen."""
     config, params, tokens = model
@@ -71,8 +71,8 @@ def test_pending_norms_give_the_same_logits(
         asked.append(args)
         return swiglu(*args, **how)
 
-    monkeypatch.setattr(decoder, "_leaves_pending", lambda *_: True)
-    monkeypatch.setattr(decoder, "swiglu", heard)
+    patch_programs(decoder, "_leaves_pending", lambda *_: True)
+    patch_programs(decoder, "swiglu", heard)
     folded = fold_norms(params, config)
     if wrong:
         layer = dataclasses.replace(folded.layers[1], gate_up=params.layers[1].gate_up, qkv=params.layers[1].qkv)

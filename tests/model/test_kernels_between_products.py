@@ -118,10 +118,10 @@ def test_kernels_of_a_sparse_layer(kv: str, folded: bool, heads: int) -> None:
     assert called.count("add_rms_norm_mosaic") == (1 if folded else 2 * LAYERS)
 
 
-def test_many_rows_are_normed_before_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_normed_before_the_product(patch_programs: Any) -> None:
     """A prompt's chunk: nothing is left pending that plain XLA would have to divide."""
     asked: list[Any] = []
-    monkeypatch.setattr(decoder, "swiglu", lambda y, pending, **_: asked.append(pending) or y[..., : y.shape[-1] // 2])
+    patch_programs(decoder, "swiglu", lambda y, pending, **_: asked.append(pending) or y[..., : y.shape[-1] // 2])
     lowered(1, 1024, "mosaic", folded=True)
     assert not asked
     lowered(1, 40, "mosaic", folded=True)

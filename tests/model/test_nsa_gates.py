@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.model.attention import Projection
@@ -33,9 +32,9 @@ def interpreted() -> Op[Any, Any]:
     return found
 
 
-def test_kernels_put_branches_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_put_branches_together(patch_programs: Any) -> None:
     """Compressed, selected and window's, each by its own gate. Control: two of them exchanged."""
-    monkeypatch.setattr("smcjax.sparse.routing.gated_sum", interpreted())
+    patch_programs("smcjax.sparse.routing.gated_sum", interpreted())
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float = 1.0, dtype: Any = jnp.bfloat16) -> jax.Array:

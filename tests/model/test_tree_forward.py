@@ -174,7 +174,7 @@ def test_orders_are_all_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["two windows", "sparse"])
-def test_control_slot_order_for_ancestry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_slot_order_for_ancestry(name: str, patch_programs: Any) -> None:
     """A node that takes the nodes right before it for its ancestors is seen."""
 
     def before(view: TreeView) -> np.ndarray:
@@ -183,11 +183,11 @@ def test_control_slot_order_for_ancestry(name: str, monkeypatch: pytest.MonkeyPa
         return np.asarray(view.nodes)[np.maximum(column, 0)]
 
     rows = rows_of(name, 4)
-    monkeypatch.setattr(TreeView, "paths", property(before))
+    patch_programs(TreeView, "paths", property(before))
     assert rows.difference(TREE.order("bfs")) > 1e-2
 
 
-def test_control_compression_update_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_compression_update_dropped(patch_programs: Any) -> None:
     """A tree whose nodes complete no compressed tokens is seen."""
     put = TreeView.put
 
@@ -196,7 +196,7 @@ def test_control_compression_update_dropped(monkeypatch: pytest.MonkeyPatch) -> 
         return put(view, scratch, {**new, **incomplete})
 
     rows = rows_of("sparse", 4)
-    monkeypatch.setattr(TreeView, "put", without_update)
+    patch_programs(TreeView, "put", without_update)
     assert rows.difference(TREE.order("bfs")) > 1e-2
 
 

@@ -9,6 +9,7 @@ import pytest
 from smcjax.device import HOPPER
 from smcjax.pallas import dispatch
 from smcjax.pallas.dispatch import Kernel, Op, implementations, is_hopper
+from tests.lazily import program_patches
 
 
 def doubled(x: jax.Array) -> jax.Array:
@@ -36,13 +37,12 @@ def test_the_first_kernel_that_takes_the_arguments_runs() -> None:
         assert op.kernel_for(row) is None
 
 
-def test_auto_means_the_kernels_of_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_means_the_kernels_of_the_default_device() -> None:
     op = make_op()
     with implementations("auto"):
-        monkeypatch.setattr(dispatch, "this_device", lambda: HOPPER)
-        assert dispatch.active_implementation() == "mosaic"
-        assert op(jnp.ones(1)) == 200
-        monkeypatch.undo()
+        with program_patches(dispatch, "this_device", lambda: HOPPER):
+            assert dispatch.active_implementation() == "mosaic"
+            assert op(jnp.ones(1)) == 200
         if jax.default_backend() == "cpu":
             assert dispatch.active_implementation() == "xla"
             assert op(jnp.ones(1)) == 2

@@ -139,11 +139,9 @@ def test_rejection_keeps_the_adjusted_law(decoding: Rejection, draft: Proposer |
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decoding", [Rejection(gamma=3), Rejection(tree=(2, 2, 1))], ids=str)
-def test_control_a_target_that_counts_committed_tokens_alone(
-    decoding: Rejection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_a_target_that_counts_committed_tokens_alone(decoding: Rejection, patch_programs: Any) -> None:
     """Negative control: leaving earlier drafts out of the target's laws shows in both."""
-    monkeypatch.setattr(SamplingDistribution, "before", lambda *_: None)
+    patch_programs(SamplingDistribution, "before", lambda *_: None)
     program = program_of(decoding, 2, features=ADJUSTED)
     jax.clear_caches()  # of traces made without the mistake
     state, _ = run(program, PAIR.params, states(program, 4096, STRONG), ASK.max_tokens - 1)

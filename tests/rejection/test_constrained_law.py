@@ -164,9 +164,9 @@ def test_drafts_are_masked_as_the_target_is() -> None:
         assert seen > 8
 
 
-def test_control_a_target_that_walks_committed_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_target_that_walks_committed_tokens_alone(patch_programs: Any) -> None:
     """Negative control: leaving earlier drafts out of the target's states shows."""
-    monkeypatch.setattr(SamplingDistribution, "before", lambda *_: None)
+    patch_programs(SamplingDistribution, "before", lambda *_: None)
     program = program_of(Rejection(gamma=3), 2)
     jax.clear_caches()  # of traces made without the mistake
     state, _ = run(program, PAIR.params, states(program, 512), ASK.max_tokens - 1)

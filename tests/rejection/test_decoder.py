@@ -187,11 +187,11 @@ def test_log_probabilities_are_the_targets(decoding: Rejection) -> None:
         np.testing.assert_allclose(row[at], want, atol=1e-4)
 
 
-def test_each_draft_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_draft_has_a_uniform_of_its_own(patch_programs: Any) -> None:
     """Two requests, two candidates, three drafts: twelve. (`decide` runs as it is, so no trace hides the patch.)"""
     program = program_of(Rejection(gamma=3, n_candidates=2))
     state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((1, 2), seed=1)], V, MAX_MODEL_LEN), 200)
-    monkeypatch.setattr(
+    patch_programs(
         decoder, "candidates", lambda p, q, d, u: rules.Verification(jnp.int32(0), jnp.int32(0), u.reshape(-1))
     )
     target, tokens = Softmax.of(jnp.zeros((4, 4, V))), jnp.zeros((4, 3), jnp.int32)
@@ -200,18 +200,18 @@ def test_each_draft_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert np.unique(law).size == 12
 
 
-def test_each_node_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_has_a_uniform_of_its_own(patch_programs: Any) -> None:
     """Two requests, a tree of five drafts: ten."""
     program = program_of(Rejection(tree=(-1, 0, 0, 2, 0, 2)))
     state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((1, 2), seed=1)], V, MAX_MODEL_LEN), 200)
-    monkeypatch.setattr(decoder, "tree", lambda *given: rules.TreeVerification(jnp.int32(0), given[4]))
+    patch_programs(decoder, "tree", lambda *given: rules.TreeVerification(jnp.int32(0), given[4]))
     drafts = jnp.zeros((2, 6), jnp.int32)
     law = decoder.decide_tree(program, state, Softmax.of(jnp.zeros((2, 6, V))), jnp.zeros((2, 2, V)), drafts).law
     assert np.unique(law).size == 10
 
 
 @pytest.mark.parametrize("siblings", ["sampled", "top"])
-def test_each_node_is_drawn_with_a_key_of_its_own(siblings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_is_drawn_with_a_key_of_its_own(siblings: str, patch_programs: Any) -> None:
     """Columns 0 … M − 2, each once; none for siblings that are not drawn."""
     columns: list[int] = []
     original = tree_drafts.column_keys
@@ -220,7 +220,7 @@ def test_each_node_is_drawn_with_a_key_of_its_own(siblings: str, monkeypatch: py
         jax.debug.callback(lambda column: columns.append(int(column)), column)
         return original(keys, column)
 
-    monkeypatch.setattr(tree_drafts, "column_keys", recorded)
+    patch_programs(tree_drafts, "column_keys", recorded)
     decoding = Rejection(tree=(-1, 0, 0, 2, 0, 2), siblings=siblings)
     state = init(program_of(decoding), PAIR.params, *batch([Ask((1, 2))], V, MAX_MODEL_LEN), 200)
     jax.block_until_ready(jax.jit(functools.partial(rejection.step, program_of(decoding)))(PAIR.params, state))

@@ -160,17 +160,15 @@ def test_every_kind_has_its_law(decoding: Rejection) -> None:
 
 
 @pytest.mark.parametrize("decoding", DECODINGS, ids=str)
-def test_control_likeliest_drafts_that_are_said_to_be_drawn(
-    decoding: Rejection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_likeliest_drafts_that_are_said_to_be_drawn(decoding: Rejection, patch_programs: Any) -> None:
     """Negative control: what proposes takes every request for a greedy one, and what verifies does not."""
 
     def careless(law: Any, *given: Any, **options: Any) -> Any:
         return distribution.sample(dataclasses.replace(law, greedy=jnp.ones_like(law.greedy)), *given, **options)
 
     children: Any = tree_drafts._children
-    monkeypatch.setattr(eagle, "sample", careless)
-    monkeypatch.setattr(tree_drafts, "_children", lambda *given: children(*given[:-1], jnp.ones_like(given[-1])))
+    patch_programs(eagle, "sample", careless)
+    patch_programs(tree_drafts, "_children", lambda *given: children(*given[:-1], jnp.ones_like(given[-1])))
     found = excesses(decoded(decoding)[0])
     assert all(excess > MOST for excess, _ in found.values()), found
 

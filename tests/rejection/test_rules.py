@@ -162,13 +162,13 @@ def test_controls(name: str) -> None:
     assert off(toy, name, shared_uniform=True) > 1e-3, "one uniform for all positions"
 
 
-def test_without_the_candidates_taken_out_the_law_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_candidates_taken_out_the_law_is_wrong(patch_programs: Any) -> None:
     """A second candidate judged by p instead of by what the first left of it."""
 
     def nothing_taken_out(p: Any, q: Any, count: int) -> Any:
         return jnp.zeros((count, *p.shape[:-1])), jnp.ones((count, *p.shape[:-1]))
 
-    monkeypatch.setattr(rules, "residuals", nothing_taken_out)
+    patch_programs(rules, "residuals", nothing_taken_out)
     assert off(Toy(0), "two candidates") > 1e-3
 
 

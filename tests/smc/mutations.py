@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from smcjax.smc import acceptance, control, cycle, ending, lifecycle, resampling, weights
+from tests.lazily import program_patches
 
 
 def _with_one_behind_rejections(rule: Any, distributions: Any, drafts: Any, accepted: Any, following: Any) -> Any:
@@ -89,8 +89,7 @@ ROULETTE_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[None]:
     """The package with one mistake."""
-    with contextlib.ExitStack() as stack:
-        mistakes = {**MUTATIONS, **CONTROL_MUTATIONS, **ROULETTE_MUTATIONS}
-        for module, attribute, replacement in mistakes[name]:
-            stack.enter_context(mock.patch.object(module, attribute, replacement))
+    with program_patches() as patch:
+        for mistake in {**MUTATIONS, **CONTROL_MUTATIONS, **ROULETTE_MUTATIONS}[name]:
+            patch(*mistake)
         yield

@@ -14,7 +14,6 @@ import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from smcjax.structured.automaton import Automaton
 from smcjax.structured.automaton_child import token_automaton
 from smcjax.structured.grammar import expression_automaton
 from tests.helpers import published
+from tests.lazily import program_patches
 from tests.smc.enumeration import Enumeration, Proposals, Tokens, Toy, controlled
 
 Q_OF_ALL = "drafts weighed by q of all tokens"
@@ -223,9 +223,7 @@ def mistaken(name: str) -> Iterator[None]:
     cached = (FormToy.allowed.cache_clear, FormToy.logprobs.cache_clear, jax.clear_caches)
     for clear in cached:
         clear()
-    with contextlib.ExitStack() as stack:
-        if name != Q_OF_ALL:
-            stack.enter_context(mock.patch.object(*MISTAKES[name]))
+    with program_patches(*MISTAKES[name]):
         yield
     for clear in cached:
         clear()

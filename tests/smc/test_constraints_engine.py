@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from smcjax.smc import lifecycle
 from smcjax.smc.weights import bonus_increment
 from tests import exact
 from tests.helpers import Ask, batch
+from tests.lazily import program_patches
 from tests.smc.test_constraints import LETTERS, FormToy, tables
 from tests.smc.test_unbiased_engine import AFTER, FUNCTIONS, MAX_MODEL_LEN, PAIR, V
 
@@ -82,5 +82,5 @@ def test_estimates_are_unbiased(config: dict[str, Any]) -> None:
 def test_control_the_first_tokens_mass_is_seen() -> None:
     """Negative control: the mass that was allowed of the first token left out."""
     program = PAIR.program(MAX_MODEL_LEN, gamma=2, ess_threshold=0.8)
-    with mock.patch.object(lifecycle, "bonus_increment", lambda power, logits, _: bonus_increment(power, logits)):
+    with program_patches(lifecycle, "bonus_increment", lambda power, logits, _: bonus_increment(power, logits)):
         assert max(map(abs, z_scores(program, batches=1).values())) > 8

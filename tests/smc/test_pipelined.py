@@ -157,7 +157,7 @@ def test_a_group_drafts_once_before_it_grows() -> None:
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_copies_are_asked_for_with_their_pending_blocks(monkeypatch: pytest.MonkeyPatch, forgotten: bool) -> None:
+def test_copies_are_asked_for_with_their_pending_blocks(patch_programs: Any, forgotten: bool) -> None:
     """Kernels copy no more of a row than they are told to; what else it has is scrambled here.
 
     Control: were pending blocks forgotten, answers would be others.
@@ -172,10 +172,8 @@ def test_copies_are_asked_for_with_their_pending_blocks(monkeypatch: pytest.Monk
         return pool, table, (jnp.where(beyond, 0, tokens), jnp.where(beyond, -1.0, logprobs))
 
     resample = pipelined.resample
-    monkeypatch.setattr(cycle, "fork_rows", scrambling)
-    monkeypatch.setattr(
-        pipelined, "resample", lambda *args, pending: resample(*args, pending=0 if forgotten else pending)
-    )
+    patch_programs(cycle, "fork_rows", scrambling)
+    patch_programs(pipelined, "resample", lambda *args, pending: resample(*args, pending=0 if forgotten else pending))
     program = PAIR.program(24, **config)
     advance = jax.jit(lambda state: smc.step(program, PAIR.params, state))
     state = start(program, PAIR.params, ASKS)

@@ -77,7 +77,7 @@ def test_unbiased(case: str) -> None:
     assert max(abs(factor(config["potentials"], x) - 1) for x in toy.outcomes(1.0)) > 0.1, "it steers at all"
 
 
-def test_control_values_that_are_not_taken_back_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_values_that_are_not_taken_back_break_the_law(patch_programs: Any) -> None:
     """Negative control: weights that gain a beginning's value and keep it."""
     jax.clear_caches()
     right = cycle.steer
@@ -85,7 +85,7 @@ def test_control_values_that_are_not_taken_back_break_the_law(monkeypatch: pytes
     def forgetful(state: Any, potentials: Any) -> Any:
         return right(dataclasses.replace(state, log_potential=jnp.zeros_like(state.log_potential)), potentials)
 
-    monkeypatch.setattr(cycle, "steer", forgetful)
+    patch_programs(cycle, "steer", forgetful)
     toy, config = CASES["two"]
     assert deviation(Enumeration(toy, published(**config)).run()) > 1e-3
     jax.clear_caches()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,13 +84,11 @@ def test_increments_are_exact_to_a_thousandth_of_a_nat(power: float, temperature
 
 
 @pytest.mark.parametrize(("power", "temperature"), [(100.0, 0.1), (1000.0, 1.0)])
-def test_the_control_logits_that_are_not_relative(
-    power: float, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_control_logits_that_are_not_relative(power: float, temperature: float, patch_programs: Any) -> None:
     logits = real_logits(1)
     tokens = drafted(logits[:, :GAMMA], temperature, 2)
-    monkeypatch.setattr(cycle, "temper", lambda logits, temperature: logits / temperature[..., None])
-    monkeypatch.setattr(
+    patch_programs(cycle, "temper", lambda logits, temperature: logits / temperature[..., None])
+    patch_programs(
         acceptance,
         "bonus_increment",
         lambda power, logits, allowed=None: jax.nn.logsumexp(power * logits, -1) - power * jax.nn.logsumexp(logits, -1),
@@ -98,13 +97,13 @@ def test_the_control_logits_that_are_not_relative(
     assert np.abs(found - exact(logits, tokens, power, temperature)).max() > NATS
 
 
-def test_a_token_that_is_forbidden_costs_no_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_forbidden_costs_no_accuracy(patch_programs: Any) -> None:
     """Were logits taken relative to a stop token far above the rest, the rest would be as large as before."""
     logits = real_logits(3)
     tokens = drafted(logits[:, :GAMMA], 0.1, 2)
     stop = int(np.setdiff1d(np.arange(VOCAB), tokens)[0])
     logits[:, :, stop] = 3e4
-    monkeypatch.setattr(cycle, "forbid_stops", lambda logits, *_: logits.at[:, :, stop].set(-jnp.inf))
+    patch_programs(cycle, "forbid_stops", lambda logits, *_: logits.at[:, :, stop].set(-jnp.inf))
     expected = exact(np.where(np.arange(VOCAB) == stop, -np.float32(1e9), logits), tokens, 100.0, 0.1)
     found = increments(logits, tokens, 100.0, 0.1)
     np.testing.assert_allclose(found, expected, atol=NATS, rtol=2.0**-22)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ from tests.helpers import (
     tiny_pair,
     with_nan_behind,
 )
+from tests.lazily import program_patches
 from tests.smc import reference
 
 MAX_MODEL_LEN = 24
@@ -85,7 +85,7 @@ def test_control_reading_stale_values_spreads_the_nan() -> None:
     memory = dataclasses.replace(memory, target=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory.target))
     prompts, requests = batch(ASKS, 6, MAX_MODEL_LEN)
     assert not jax.jit(fresh_init)(PAIR.params, prompts, requests, memory).failed.any()
-    with mock.patch.object(smcjax.model.attention, "paged_attention", trusting):
+    with program_patches(smcjax.model.attention, "paged_attention", trusting):
         failed = jax.jit(lambda *args: fresh_init(*args))(PAIR.params, prompts, requests, memory).failed
     assert failed.any()
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from smcjax import smc
 from smcjax.smc import cycle
 from tests import exact
 from tests.helpers import Ask, batch, tiny_pair
+from tests.lazily import program_patches
 from tests.smc import reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.llvm_passes]
@@ -106,7 +106,7 @@ def test_controls_are_seen() -> None:
     """Negative controls: the closing term left out; weights counted past the end at α ≠ 1."""
     program = PAIR.program(MAX_MODEL_LEN, gamma=2, power=1.5, draft_temperature=0.8, ess_threshold=0.8)
     assert max(map(abs, z_scores(program, omit_closing_term=True).values())) > 8
-    with mock.patch.object(cycle, "block_weight", lambda increments, block: jnp.sum(increments, axis=1)):
+    with program_patches(cycle, "block_weight", lambda increments, block: jnp.sum(increments, axis=1)):
         assert max(map(abs, z_scores(program, populations=populations).values())) > 8
 
 

@@ -24,6 +24,7 @@ from smcjax.sparse import nsa
 from smcjax.sparse.groups import routes_by_kernel, rows_routed, takes_compressed
 from smcjax.sparse.verification import MODES, SparseVerification
 from smcjax.trees import ORDERS, DraftTree
+from tests.lazily import program_patches
 from tests.model import nsa_oracle
 from tests.sparse.test_nsa import (
     SMALL,
@@ -271,7 +272,7 @@ ROUTED = [({}, 8, "bfs", 2, 1), (OTHERS, 4, "bfs", 3, 1), ({}, 2, "dfs", 4, 2), 
 
 @pytest.mark.parametrize(("changes", "page_size", "order", "size", "of_request"), ROUTED)
 def test_routing_by_groups_is_each_querys_own(
-    changes: Options, page_size: int, order: str, size: int, of_request: int, monkeypatch: pytest.MonkeyPatch
+    changes: Options, page_size: int, order: str, size: int, of_request: int, patch_programs: Any
 ) -> None:
     """Compressed tokens read once a group, as where a kernel keeps the scores that rank blocks.
 
@@ -280,13 +281,12 @@ def test_routing_by_groups_is_each_querys_own(
     o = SMALL | changes
     want, selected = verified(o, page_size, None, of_request=of_request)
     sparse, asked = SparseVerification("merged", size, order), []
-    monkeypatch.setattr(nsa, "routes_by_kernel", lambda *_: not asked.append(1))
+    patch_programs(nsa, "routes_by_kernel", lambda *_: not asked.append(1))
     got, own = verified(o, page_size, sparse, of_request=of_request, mark="by groups")
     np.testing.assert_allclose(got, want, atol=1e-5)
     np.testing.assert_array_equal(own, selected)
-    with monkeypatch.context() as patch:
-        by_blocks = nsa.NSA.by_blocks
-        patch.setattr(nsa.NSA, "by_blocks", lambda kind, x, n: by_blocks(kind, jnp.roll(x, 1, axis=-1), n))
+    by_blocks = nsa.NSA.by_blocks
+    with program_patches(nsa.NSA, "by_blocks", lambda kind, x, n: by_blocks(kind, jnp.roll(x, 1, axis=-1), n)):
         _, late = verified(o, page_size, sparse, of_request=of_request, mark="late")
     assert len(asked) == 2
     assert (late != selected).any()
@@ -299,13 +299,13 @@ def test_routing_by_groups_is_each_querys_own(
                 found.reshape(-1, of_request, *found.shape[1:])[:, :1].repeat(of_request, axis=1).reshape(found.shape)
             )
 
-        monkeypatch.setattr(nsa_groups, "_tables", of_first)
+        patch_programs(nsa_groups, "_tables", of_first)
         strayed, _ = verified(o, page_size, sparse, of_request=of_request, mark="first row's")
         assert not np.abs(strayed[..., 0, :] - want[..., 0, :]).max() < 1e-2  # NaN where that row has nothing
 
 
 @pytest.mark.parametrize("name", [CHAIN, TREE])
-def test_layers_take_tasks_with_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_take_tasks_with_blocks(name: str, patch_programs: Any) -> None:
     """A layer that takes blocks reads them by the tasks that were made where they were selected.
 
     Control: where every layer selects, each makes its own.
@@ -316,7 +316,7 @@ def test_layers_take_tasks_with_blocks(name: str, monkeypatch: pytest.MonkeyPatc
         made.append(group_tasks(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(nsa_groups, "group_tasks", make)
+    patch_programs(nsa_groups, "group_tasks", make)
     case, counts = prefilled(name, 8)[0], []
     for schedule in (None, (True, False, True), (True, False, False)):
         made.clear()
@@ -336,13 +336,13 @@ def _first_layer(key: str, w: Arrays, cache: Any, scratch: Any, view: TreeView, 
 
 @pytest.mark.parametrize(("order", "page_size", "size"), [("dfs", 2, 3), ("bfs", 16, 4)])
 def test_trees_route_by_groups_as_each_node_by_itself(
-    order: str, page_size: int, size: int, monkeypatch: pytest.MonkeyPatch
+    order: str, page_size: int, size: int, patch_programs: Any
 ) -> None:
     """Compressed tokens in pages read once a group, and those that drafts complete joined to them, weights included.
 
     Controls: scores without the weights of those that drafts complete, and all nodes' tokens for every node.
     """
-    monkeypatch.setattr(nsa, "routes_by_kernel", lambda *_: True)
+    patch_programs(nsa, "routes_by_kernel", lambda *_: True)
 
     def branches(sparse: SparseVerification | None, mark: str) -> list[nsa.Branches]:
         found = []
@@ -369,13 +369,11 @@ def test_trees_route_by_groups_as_each_node_by_itself(
         of_pages = jnp.arange(routing.weights.shape[-1]) < (view.committed // kind.kernel_stride)[:, None, None, None]
         return routing._replace(weights=jnp.where(of_pages, routing.weights, 0))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(nsa, "nodes_routed", without)
+    with program_patches(nsa, "nodes_routed", without):
         outputs, scores = away("without")
         assert outputs < 1e-5
         assert scores > 1e-2
-    with monkeypatch.context() as patch:
-        patch.setattr(nsa_groups, "_drafted", lambda view: (drafted(view)[0], jnp.ones_like(drafted(view)[1])))
+    with program_patches(nsa_groups, "_drafted", lambda view: (drafted(view)[0], jnp.ones_like(drafted(view)[1]))):
         assert not min(away("of all")) <= 1e-2  # NaN: not all nodes' tokens are there
 
 
@@ -392,7 +390,7 @@ def test_trees_route_by_groups_as_each_node_by_itself(
     ],
 )
 def test_routing_by_groups_is_chosen_where_the_kernel_is(
-    options: dict[str, Any], changes: dict[str, Any], routes: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], changes: dict[str, Any], routes: bool, patch_programs: Any
 ) -> None:
     """Elsewhere each query routes by itself: the reference computes scores twice."""
     sizes: Any = {"dim": 128, "heads": 32, "group": 9, "page_size": 128, "dtype": jnp.bfloat16, "rows": 1} | changes
@@ -412,9 +410,7 @@ def test_routing_by_groups_is_chosen_where_the_kernel_is(
     q: Any = jax.ShapeDtypeStruct((requests, columns, sizes["heads"], sizes["dim"]), dtype)
     compressed: Any = (jax.ShapeDtypeStruct((40, per_page, kv_heads, sizes["dim"]), dtype),) * 2
     kernels, kernel_for = [], grouped_scores.kernel_for
-    monkeypatch.setattr(
-        grouped_scores, "kernel_for", lambda *a, **k: kernels.append(kernel_for(*a, **k)) or kernels[-1]
-    )
+    patch_programs(grouped_scores, "kernel_for", lambda *a, **k: kernels.append(kernel_for(*a, **k)) or kernels[-1])
     with implementations("xla"):
         assert not routes_by_kernel(kind, q, compressed, view)
     with implementations("mosaic"):

@@ -98,9 +98,9 @@ def test_what_is_asked_for_stays() -> None:
         assert default_sparse_mode(decoding, models_of(sparse()), None, "mosaic") is decoding
 
 
-def test_an_engine_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_reads_so(monkeypatch: pytest.MonkeyPatch, patch_programs: Any) -> None:
     """Where kernels would: its decoder and its pages; asked otherwise, it does as it is told."""
-    monkeypatch.setattr(grouped_branches, "has_kernel", lambda: True)
+    patch_programs(grouped_branches, "has_kernel", lambda: True)
     monkeypatch.setattr("smcjax.engine.load.defaults.reads_by_kernels", lambda *_: True)
     fields: dict[str, Any] = {"num_pages": 9, "max_num_seqs": 1, "compile_at_start": False}
     with LLM("recall", draft_model="recall-draft", decoding=Rejection(4), **fields) as llm:

@@ -60,9 +60,9 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int, int]] = {  # model, pro
 @pytest.mark.parametrize(
     ("case", "by_chunks"), [*((case, False) for case in CASES), *((case, True) for case in list(CASES)[:2])]
 )
-def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, patch_programs: Any) -> None:
     if by_chunks:
-        monkeypatch.setattr(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
+        patch_programs(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
     config, where, together, blocks = CASES[case]
     problem = dataclasses.replace(make_problem(config, **where), rows=together)
     params = random_params(config)
@@ -96,10 +96,10 @@ def test_pages_of_no_whole_chunks_stay_as_they_are() -> None:
     [(1, 512, 512, 2, 2, True), (8, 1024, 1536, 1, 32, False)],  # of the last, down's activations do not fit
 )
 def test_int8_equals_the_layer_by_layer_forward(
-    rows: int, hidden: int, ffn: int, layers: int, blocks: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, hidden: int, ffn: int, layers: int, blocks: int, by_chunks: bool, patch_programs: Any
 ) -> None:
     if by_chunks:
-        monkeypatch.setattr(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
+        patch_programs(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
     config = dataclasses.replace(TINY, hidden_size=hidden, intermediate_size=ffn, num_heads=8, num_layers=layers)
     problem = make_problem(config, groups=1, rows=rows, columns=1, context=150)
     params = quantize_params(random_params(config))
@@ -121,10 +121,10 @@ LOWERED = [("llama-3.2-1b", 1, 8, 1), ("llama-3.2-1b", 1, 8, 2), ("llama-3.2-1b"
     ],
 )
 def test_lowers_to_cuda(
-    name: str, groups: int, rows: int, columns: int, int8: bool, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, groups: int, rows: int, columns: int, int8: bool, by_chunks: bool, patch_programs: Any
 ) -> None:
     if by_chunks:
-        monkeypatch.setattr(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
+        patch_programs(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
     config = dataclasses.replace(SHAPES[name], num_layers=3)
     problem = make_problem(
         dataclasses.replace(TINY, num_layers=1), groups=groups, rows=rows, columns=columns, context=40
@@ -212,7 +212,7 @@ def test_on_a_gpu(groups: int, rows: int, columns: int, context: int, int8: bool
     ],
 )
 def test_one_launch_equals_a_launch_a_stage(
-    groups: int, rows: int, live_groups: int, int8: bool, monkeypatch: pytest.MonkeyPatch
+    groups: int, rows: int, live_groups: int, int8: bool, patch_programs: Any
 ) -> None:
     """To the bit, over layers: no block may run ahead of the stages, also where many have nothing to do in them."""
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=6)
@@ -239,8 +239,8 @@ def test_one_launch_equals_a_launch_a_stage(
             launched.append(stages)
             launch(shape, operands, stages=stages, **rest)
 
-    monkeypatch.setattr(ds, "launch", by_stage)
-    monkeypatch.setattr(ds, "decode_step", inspect.unwrap(ds.decode_step))  # what was traced would not come by here
+    patch_programs(ds, "launch", by_stage)
+    patch_programs(ds, "decode_step", inspect.unwrap(ds.decode_step))  # what was traced would not come by here
     apart = results(compiled(problem, shape, live_groups=live_groups))
     assert len(launched) == 6 * config.num_layers + 1
     assert not unlike(together, apart)

@@ -60,8 +60,8 @@ def test_equals_whole_logits(rows: int, vocab: int, hidden: int) -> None:
     check(case(rows, vocab, hidden), interpret=INTERPRET)
 
 
-def test_blocks_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smcjax.pallas.head.sampled_head.HOPPER", dataclasses.replace(HOPPER, multiprocessors=2))
+def test_blocks_take_several_tiles(patch_programs: Any) -> None:
+    patch_programs("smcjax.pallas.head.sampled_head.HOPPER", dataclasses.replace(HOPPER, multiprocessors=2))
     check(case(33, 10 * IDS, 64), interpret=INTERPRET)
 
 

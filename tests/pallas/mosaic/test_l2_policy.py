@@ -96,7 +96,7 @@ def check(copy: Copy, leading: tuple[int, ...], width: int, **how: Any) -> None:
 
 @copies
 @widths
-def test_lowers_for_cuda(copy: Copy, leading: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowers_for_cuda(copy: Copy, leading: tuple[int, ...], width: int, patch_programs: Any) -> None:
     """With the policy, and the copies that have none are gone, but for the first kernel's store."""
     policies: list[tuple[str, int]] = []
     replace = l2_policy._replace
@@ -105,7 +105,7 @@ def test_lowers_for_cuda(copy: Copy, leading: tuple[int, ...], width: int, monke
         policies.append((operation.name, l2_policy._POLICIES[policy]))
         replace(operation, policy)
 
-    monkeypatch.setattr(l2_policy, "_replace", heard)
+    patch_programs(l2_policy, "_replace", heard)
     x = jax.ShapeDtypeStruct((*leading, 64, width), jnp.float16)
     text = jax.jit(copy).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("L2::cache_hint") == (1 if copy is reversed_rows else 2)

@@ -99,7 +99,7 @@ CASES = {
 }
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[None]:
+def counted(patch_programs: Any, **how: Any) -> list[None]:
     """A list that grows with every call of the kernels, which then run so."""
     calls: list[None] = []
     counting = Op(update_compressed.reference)
@@ -109,12 +109,12 @@ def counted(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[None]:
         return update_compressed_mosaic(*args, **how)
 
     counting.register(Kernel(is_hopper, counted, supports_compression_update))
-    monkeypatch.setattr(compression_update, "update_compressed", counting)
+    patch_programs(compression_update, "update_compressed", counting)
     return calls
 
 
-def by_kernels(case: Case, monkeypatch: pytest.MonkeyPatch, cache: LayerCache, projection: Projection) -> LayerCache:
-    calls = counted(monkeypatch, interpret=INTERPRET)
+def by_kernels(case: Case, patch_programs: Any, cache: LayerCache, projection: Projection) -> LayerCache:
+    calls = counted(patch_programs, interpret=INTERPRET)
     with implementations("mosaic"):
         made = case.kind.update_compressed(projection, cache, case.view)
     assert len(calls) == 1
@@ -140,7 +140,7 @@ def away(a: LayerCache, b: LayerCache) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_update_as_xla_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_update_as_xla_does(name: str, patch_programs: Any) -> None:
     """The trash page stays. Controls are seen: positions' vectors and keys' rotation that are another's, and products
     that lack a warp's columns.
     """
@@ -156,7 +156,7 @@ def test_kernels_update_as_xla_does(name: str, monkeypatch: pytest.MonkeyPatch) 
     lacking = dataclasses.replace(projection, weights={**projection.weights, **less})
     turned = dataclasses.replace(projection, angles=functools.partial(rope_angles, Rope(7.0), case.dim))
     want, of_late, of_turned, of_lacking = by_xla(case, cache, projection, late, turned, lacking)
-    got = by_kernels(case, monkeypatch, cache, projection)
+    got = by_kernels(case, patch_programs, cache, projection)
     least = 2**-7  # a number of bfloat16 below 4 and its neighbour
     assert away(want, cache) > 0.3
     assert away(got, want) <= least
@@ -214,9 +214,9 @@ def test_lowers_for_cuda(requests: int, kv: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["per_branch", "shared"])
 @pytest.mark.parametrize("requests", [1, 3, 8, 16])
-def test_updates_as_xla_does_on_a_gpu(requests: int, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_as_xla_does_on_a_gpu(requests: int, kv: str, patch_programs: Any) -> None:
     """At an 8B model's shapes; some requests complete a token. Each time the same bits."""
-    calls = counted(monkeypatch)
+    calls = counted(patch_programs)
     starts = tuple(int(at) for at in 1000 + 105 * np.arange(requests - 1))
     case = Case(NSA(kv=kv), (1015, *starts), 9, 128, 8, 128, 24)  # of a row alone nothing is written
     case = case if requests > 1 else case._replace(starts=(1015, 1000))

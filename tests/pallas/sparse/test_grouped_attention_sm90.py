@@ -237,7 +237,7 @@ def test_tuning_fits(dim: int) -> None:
     assert (tuning.subs * registers.computing + LOADERS * registers.loading) * 128 <= 1 << 16
 
 
-def test_more_pairs_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_pairs_than_a_launch_takes(patch_programs: Any) -> None:
     """Requests are divided among launches, of which each takes some; the parts are those of all together."""
     groups = QueryGroups.of_rows(1, 3, "bfs", 2)
     case = Case(groups, 2, 2, 1, ((16, 32),), Tuning(blocks=3, subs=1, stages=2), requests=3)
@@ -248,8 +248,8 @@ def test_more_pairs_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None
         launches.append(options["kernel_name"])
         return kernel(*args, **options)
 
-    monkeypatch.setattr(sm90.plgpu, "kernel", counted)
-    monkeypatch.setattr(sm90, "MAX_PAIRS", 8)
+    patch_programs(sm90.plgpu, "kernel", counted)
+    patch_programs(sm90, "MAX_PAIRS", 8)
     check(case, 5)
     assert launches.count("grouped_attention") == 2  # of one request and of two, whose shapes are traced once each
 
