@@ -55,7 +55,7 @@ def share(fraction: float | None) -> str:
 
 def run_of(made: Record) -> str:
     """The line below a table: what ran where and when, and the command."""
-    machine, commit = made["machine"], made["commit"] + (" and changes" if made["dirty"] else "")
+    machine, commit = made["machine"], (made["commit"] or "no commit") + (" and changes" if made["dirty"] else "")
     count = f"{machine['devices']} × " if machine["devices"] > 1 else ""
     return f"*{count}{machine['device']}, JAX {machine['jax']}, {made['date']}, {commit}: `{made['command']}`*"
 
