@@ -68,8 +68,8 @@ def cycles(timed: Record, compared: Record) -> str:
         private = f", {row['private']:,} of them private" if row["private"] else ""
         rows.append((f"{row['described']}, {requests}, {row['context']:,} tokens{private}", *_cells(row)))
     for row in compared["rows"]:
-        name = f"{row['contender']}, {row['groups']} request of {row['context']:,} tokens"
-        rows.append((name, *(_cells(row) if row.get("ms") else ("–",) * 4)))
+        if "not_run" not in row:
+            rows.append((f"{row['contender']}, {row['groups']} request of {row['context']:,} tokens", *_cells(row)))
     heads = ["case", "ms a cycle", "tokens/s", "of the weight roofline", "of the whole roofline"]
     return "\n\n".join([table(heads, rows), run_of(timed), run_of(compared)])
 

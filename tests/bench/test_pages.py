@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pages
 import pytest
 
+from smcjax.bench.cycle import CycleResult
 from smcjax.viz.cycle import PARTS, draw_cycle, parts_of
 
 
@@ -45,6 +48,20 @@ def test_the_command_says_what_is_stale(
     assert pages.main([]) == 0
     assert page.read_text() == "1<!--compare_h200 0 groups .0f--> and 8<!--compare_h200 0 gamma .0f-->"
     assert pages.main(["--check"]) == 0
+
+
+def test_records_of_the_benchmarks_take_the_place_of_transcribed_ones() -> None:
+    result: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
+    result |= {"described": "SMC, N=8, K=8", "groups": 2, "private": 16, "context": 4096}
+    machine = {"device": "a card", "devices": 2, "bandwidth": None, "jax": "1.0"}
+    made = {"command": "smcjax x", "commit": None, "dirty": True, "date": "2026-11-28", "machine": machine}
+    compared = [{"contender": "ours", **result, "groups": 1}, {"contender": "theirs", "not_run": "no torch"}]
+    lines = pages.cycles(made | {"rows": [result]}, made | {"rows": compared}).splitlines()
+    assert lines[2:4] == [
+        "| SMC, N=8, K=8, 2 requests, 4,096 tokens, 16 of them private | 1.00 | 1 | – | 100.0% |",
+        "| ours, 1 request of 4,096 tokens | 1.00 | 1 | 100.0% | 100.0% |",
+    ]
+    assert lines[5] == "*2 × a card, JAX 1.0, 2026-11-28, no commit and changes: `smcjax x`*"
 
 
 def test_each_kernel_is_in_one_part_of_the_bar() -> None:
