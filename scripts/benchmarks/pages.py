@@ -67,9 +67,11 @@ def cycles(timed: Record, compared: Record) -> str:
         requests = "1 request" if row["groups"] == 1 else f"{row['groups']} requests"
         private = f", {row['private']:,} of them private" if row["private"] else ""
         rows.append((f"{row['described']}, {requests}, {row['context']:,} tokens{private}", *_cells(row)))
-    for row in compared["rows"]:
-        if "not_run" not in row:
-            rows.append((f"{row['contender']}, {row['groups']} request of {row['context']:,} tokens", *_cells(row)))
+    rows += [
+        (f"{row['contender']}, {row['groups']} request of {row['context']:,} tokens", *_cells(row))
+        for row in compared["rows"]
+        if "not_run" not in row
+    ]
     heads = ["case", "ms a cycle", "tokens/s", "of the weight roofline", "of the whole roofline"]
     return "\n\n".join([table(heads, rows), run_of(timed), run_of(compared)])
 
