@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import smcjax
+from smcjax import CheckpointError
+from smcjax.model.hub import bundled_model
 
 
 @pytest.mark.parametrize("name", smcjax.__all__)
@@ -103,3 +106,22 @@ def test_as_a_module() -> None:
     command = [sys.executable, "-m", "smcjax", "--version"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout == f"smcjax {smcjax.__version__}\n"
+
+
+def test_the_wheel_is_small(tmp_path: Path) -> None:
+    """The recall pair, which would double it, is a distribution of its own."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=Path(smcjax.__file__).parents[1], capture_output=True, timeout=120, check=True)
+    (wheel,) = tmp_path.iterdir()
+    assert wheel.stat().st_size <= 16 * 2**20
+    assert {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()} == {
+        "smcjax",
+        f"smc_sd_jax-{smcjax.__version__}.dist-info",
+    }
+
+
+def test_the_recall_pair_says_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (bundled_model("recall/target") / "model.safetensors").is_file()
+    monkeypatch.setitem(sys.modules, "smcjax_recall", None)
+    with pytest.raises(CheckpointError, match=r"needs smc-sd-jax-recall.*'uv run --group recall smcjax"):
+        bundled_model("recall/target")

@@ -148,16 +148,12 @@ def _compilation_cache() -> Finding:
 
 def _bundled_models() -> Finding:
     from smcjax.model.checkpoint import load_config
-    from smcjax.model.eagle_files import is_eagle, load_eagle_config
-    from smcjax.model.hub import BUNDLED, bundled_model
+    from smcjax.model.hub import bundled_model
 
     sizes = []
-    for name in BUNDLED.values():
+    for name in ("target", "draft", "smc_draft"):
         directory = bundled_model(name)
-        if is_eagle(directory):  # beside its target
-            load_eagle_config(directory, load_config(directory.parent / "target"))
-        else:
-            load_config(directory)
+        load_config(directory)
         sizes.append(f"{name} {(directory / 'model.safetensors').stat().st_size / 2**20:.1f} MiB")
     return Finding("bundled models", ", ".join(sizes))
 

@@ -38,7 +38,7 @@ PACKAGED = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
-BUNDLED = {  # a name → its directory in smcjax/bundled
+BUNDLED = {  # a name → its directory, as `bundled_model` takes it
     "words": "target",
     "words-draft": "draft",
     "words-smc-draft": "smc_draft",
@@ -72,8 +72,19 @@ def is_hub_id(name: str) -> bool:
 
 
 def bundled_model(directory: str) -> Path:
-    """A directory in smcjax/bundled: "target" or "draft" of the bundled pair, or a value of `BUNDLED`."""
-    return Path(str(resources.files("smcjax.bundled") / directory))
+    """A directory in smcjax/bundled, or, where it begins with "recall/", in a distribution of its own.
+
+    It is "target" or "draft" of the bundled pair, or a value of `BUNDLED`. Raises CheckpointError.
+    """
+    if not directory.startswith("recall/"):
+        return Path(str(resources.files("smcjax.bundled") / directory))
+    try:
+        return Path(str(resources.files("smcjax_recall") / directory.removeprefix("recall/")))
+    except ModuleNotFoundError:
+        raise CheckpointError(
+            "the recall pair needs smc-sd-jax-recall, which is not installed; in a clone of the repository run "
+            "'uv run --group recall smcjax ...', or 'uv pip install ./recall_pair'"
+        ) from None
 
 
 def packaged_model(name: str) -> Path:

@@ -1,0 +1,1 @@
+"""The recall pair's models: data that `smcjax.model.hub` reads."""
