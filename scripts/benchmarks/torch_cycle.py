@@ -188,19 +188,19 @@ def make_forker(caches: list[Tensor], n: int, first: int) -> Callable[[Tensor, T
 
 if triton is not None:
 
-    @triton.jit
-    def fork_kernel(
-        pointers: Any,  # of the caches, [rows, heads, slots, DIM]
-        source: Any,
-        end: Any,
-        first: Any,
-        heads: Any,
-        slots: Any,
-        n: Any,
+    @triton.jit  # which looks annotations up as globals, and knows those of its own alone
+    def fork_kernel(  # type: ignore[no-untyped-def]
+        pointers,  # of the caches, [rows, heads, slots, DIM]
+        source,
+        end,
+        first,
+        heads,
+        slots,
+        n,
         N: tl.constexpr,
         DIM: tl.constexpr,
         BLOCK: tl.constexpr,
-    ) -> None:
+    ):
         """A program owns one (cache, group, head, block of slots) in all rows of the group: it reads, then writes."""
         begin = first + tl.program_id(2) * BLOCK
         last = tl.load(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -117,3 +118,19 @@ def test_the_peer_needs_the_shapes_of_one_that_ran(monkeypatch: pytest.MonkeyPat
         "it ended with e",
         "neither of ours",
     ]
+
+
+def foreign_annotations(source: str) -> list[str]:
+    """Annotations of Triton kernels that Triton, which looks them up as globals, does not know."""
+    functions = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
+    kernels = [one for one in functions if any(ast.unparse(by) == "triton.jit" for by in one.decorator_list)]
+    found = [ast.unparse(arg.annotation) for one in kernels for arg in one.args.args if arg.annotation is not None]
+    return [name for name in found if not name.startswith("tl.")]
+
+
+def test_kernels_of_the_baselines_have_annotations_of_triton_alone() -> None:
+    """No GPU compiles them in CI, and a foreign name ends the comparison there."""
+    sources = {path: path.read_text() for path in BASELINE.parents[1].rglob("*.py")}
+    assert sum("@triton.jit" in source for source in sources.values()) > 0
+    assert {str(path): found for path, source in sources.items() if (found := foreign_annotations(source))} == {}
+    assert foreign_annotations("@triton.jit\ndef f(x: Any, N: tl.constexpr): ...") == ["Any"], "negative control"
