@@ -15,10 +15,10 @@ from smcjax.normalize import is_unicode, short
 from smcjax.server.errors import CLOSE, APIError
 
 DEPTH = 32  # of arrays and objects in each other
-# Objects, arrays and fields in all: what JSON's reader makes of 8 MiB of these takes seconds, in which it holds all
-# threads up. Numbers and texts take a tenth of that.
-MAX_PARTS = 100_000
-_PART = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([{\[:])', re.DOTALL)  # or a text, in which there is none
+# In all. What JSON's reader makes of 8 MiB of these takes a second or several, in which it holds all threads up.
+MAX_PARTS = 100_000  # objects, arrays and fields
+MAX_COMMAS = 1 << 19  # values that stand beside others: 128 prompts of 4096 tokens
+_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([{\[:])|(,)', re.DOTALL)  # or a text, in which there is none
 
 
 async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
@@ -58,7 +58,8 @@ def parse(data: bytes) -> dict[str, Any]:
     if _has_too_many_parts(data):
         raise APIError(
             400,
-            f"the body has more than {MAX_PARTS} objects, arrays and fields; send several requests.",
+            f"the body has more than {MAX_PARTS} objects, arrays and fields, or {MAX_COMMAS} values; send several "
+            "requests.",
             code="invalid_json",
         )
     try:
@@ -74,13 +75,13 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def _has_too_many_parts(data: bytes) -> bool:
-    """True for more than `MAX_PARTS`; texts are looked through only where there are as many such characters at all."""
-    if sum(map(data.count, (b"{", b"[", b":"))) <= MAX_PARTS:
+    """True for too many parts or values; texts are looked through only where there are as many such characters."""
+    if sum(map(data.count, (b"{", b"[", b":"))) <= MAX_PARTS and data.count(b",") <= MAX_COMMAS:
         return False
-    parts = 0
-    for found in _PART.finditer(data):
-        parts += found.group(1) is not None
-        if parts > MAX_PARTS:
+    counts = [0, 0, 0]  # of texts, parts, commas
+    for found in _MARK.finditer(data):
+        counts[found.lastindex or 0] += 1
+        if counts[1] > MAX_PARTS or counts[2] > MAX_COMMAS:
             return True
     return False
 

@@ -16,6 +16,7 @@ from smcjax.server.errors import CLOSE, APIError, dumps, unavailable
 
 MAX_CONNECTIONS = 512  # half of the descriptors that a process has by default
 HEAD_BYTES, HEADERS = 1 << 16, 128  # of a head: a URL and headers, or what stands around the pieces of a body
+MAX_PIPELINED = 16  # requests of a connection that come before the answer to an earlier one
 HEAD_SECONDS = 10.0  # from a connection, or the last answer in it, to the whole of the next head
 WRITE_SECONDS = 60.0  # within which a reader takes `WRITE_BYTES` of what is there for it
 WRITE_BYTES = 1 << 16
@@ -60,6 +61,9 @@ class Connection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > HEAD_BYTES or len(self.headers) > HEADERS:
             self._refusal = _too_large()
+            raise ValueError
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = unavailable(f"{MAX_PIPELINED} requests of this connection wait, the most that may.")
             raise ValueError
         super().on_headers_complete()
 

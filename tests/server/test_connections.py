@@ -47,8 +47,9 @@ def answer(client: socket.socket) -> bytes:
         (GET + b"a: b\r\n" * connections.HEADERS + b"\r\n", (431, "too_large")),
         (GET + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 100_000, (401, "invalid_api_key")),
         (b"nonsense\r\n\r\n", (400, "invalid_http")),
+        ((GET + b"\r\n") * 10_000, (503, "unavailable")),
     ],
-    ids=["url", "header", "headers", "trailers", "nonsense"],
+    ids=["url", "header", "headers", "trailers", "nonsense", "requests"],
 )
 def test_heads_are_bounded(locked: Running, sent: bytes, expected: tuple[int, str]) -> None:
     """Whether they come at once or slowly; the server closes, and another connection works."""

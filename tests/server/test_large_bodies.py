@@ -13,7 +13,7 @@ import pytest
 
 from smcjax.engine.requests.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from smcjax.server import begin, routes, state
-from smcjax.server.body import MAX_PARTS, parse
+from smcjax.server.body import MAX_COMMAS, MAX_PARTS, parse
 from smcjax.server.errors import APIError
 from smcjax.server.models import Models
 from smcjax.tokenizer.tokenizer import PIECE, Tokenizer
@@ -21,6 +21,7 @@ from tests.server.conftest import MAX_MODEL_LEN, Running, running
 from tests.server.test_errors import JSON, told
 
 MANY = 2_000_000
+MOST = MAX_COMMAS - 1
 
 
 def post(http: httpx.Client, body: bytes | str) -> httpx.Response:
@@ -30,13 +31,14 @@ def post(http: httpx.Client, body: bytes | str) -> httpx.Response:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ('"prompt": [' + "null," * (MANY * 3 // 4) + "null]", "prompt must be"),
-        ('"prompt": [' + "9," * MANY + "9]", "the prompt has 2000001 tokens"),
-        ('"prompt": "a", "stop": [' + '"x",' * MANY + '"x"]', "stop must have at most 64 strings"),
-        ('"prompt": "a", "stop_token_ids": [' + '"",' * MANY + '""]', "stop_token_ids must be"),
+        ('"prompt": [' + "null," * MOST + "null]", "prompt must be"),
+        ('"prompt": [' + "10000000," * MOST + "9]", f"the prompt has {MOST + 1} tokens"),
+        ('"prompt": "a", "stop": [' + '"abcdefgh",' * MOST + '"x"]', "stop must have at most 64 strings"),
+        ('"prompt": "a", "stop_token_ids": [' + '"",' * MOST + '""]', "stop_token_ids must be"),
         ('"prompt": [' + "[]," * MANY + "[]]", "more than 100000 objects"),
+        ('"prompt": [' + "9," * (2 * MANY - 100) + "9]", f"or {MAX_COMMAS} values"),
     ],
-    ids=["nulls", "tokens", "stops", "stop_ids", "parts"],
+    ids=["nulls", "tokens", "stops", "stop_ids", "parts", "values"],
 )
 def test_others_are_answered_meanwhile(server: Running, http: httpx.Client, fields: str, says: str) -> None:
     """Of 4 to 8 MB each; before they were looked at beside the event loop, others waited for up to ten seconds."""
@@ -153,7 +155,8 @@ def test_parts_are_counted_outside_of_texts() -> None:
     assert parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
     fields = {str(number): 0 for number in range(MAX_PARTS - 1)}
     assert parse(json.dumps(fields).encode()) == fields
-    for beyond in (fields | {"a": 0, "b": 0}, {"a": [[]] * MAX_PARTS}):
+    assert parse(json.dumps({"a": [0] * MAX_COMMAS, "b": "," * MAX_COMMAS}).encode())["a"]
+    for beyond in (fields | {"a": 0, "b": 0}, {"a": [[]] * MAX_PARTS}, {"a": [0] * (MAX_COMMAS + 2)}):
         with pytest.raises(APIError, match="more than 100000 objects, arrays and fields"):
             parse(json.dumps(beyond).encode())
     began = time.monotonic()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
 from smcjax.engine.run.fair_lock import start_thread
 from smcjax.engine.run.runner import Runner
+
+_one = threading.Lock()  # held by the only compilation of all engines: they, and who serves them, have the other cores
 
 
 class Abandoned(Exception):
@@ -60,7 +67,9 @@ class BackgroundCompiler:
 
     def _work(self, under_way: Future[None], size: int, program: Any, others: set[int]) -> None:
         try:
-            self._runner.compile([size], program, others, self._go_on)
+            with _one, _without_full_collections():
+                self._runner.compile([size], program, others, self._go_on)
+            _give_back()
         except BaseException as error:
             under_way.set_exception(error)
         else:
@@ -69,3 +78,20 @@ class BackgroundCompiler:
     def _go_on(self, done: int, of: int) -> None:
         if self._abandoned:
             raise Abandoned
+
+
+@contextlib.contextmanager
+def _without_full_collections() -> Iterator[None]:
+    """Collections of garbage leave out what is old: all threads stand still for them, for long amid a large trace."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, 1 << 30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
+
+
+def _give_back() -> None:
+    """Has the C library return memory that XLA's compiler has freed, which it keeps otherwise: gigabytes over time."""
+    with contextlib.suppress(OSError, AttributeError):  # another system's C library
+        ctypes.CDLL(None).malloc_trim(0)

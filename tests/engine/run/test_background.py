@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import random
 import threading
 import time
@@ -260,6 +261,29 @@ def test_one_compilation_at_a_time_and_its_end() -> None:
     with pytest.raises(Abandoned):
         compiler.take()
     assert done[1:] == [([2], "c", set())]
+
+
+def test_engines_of_a_process_compile_in_turn() -> None:
+    """Without collections of all that is alive, which hold all threads; these are as they were afterwards."""
+    thresholds, counts, under_way = gc.get_threshold(), list[int](), list[str]()
+
+    def compile_programs(sizes: list[int], program: Any, others: set[int], progress: Any) -> None:
+        under_way.append(program)
+        time.sleep(0.05)
+        counts.append(len(under_way))
+        assert gc.get_threshold()[:2] == thresholds[:2]
+        assert gc.get_threshold()[2] > 1 << 20
+        under_way.remove(program)
+
+    runner: Any = types.SimpleNamespace(compile=compile_programs)
+    compilers = [BackgroundCompiler(runner) for _ in range(4)]
+    for number, compiler in enumerate(compilers):
+        compiler.begin(1, str(number), set())
+    for number, compiler in enumerate(compilers):
+        compiler.wait()
+        assert compiler.take() == (1, str(number), None)
+    assert counts == [1] * 4
+    assert gc.get_threshold() == thresholds
 
 
 def test_an_async_engine_has_what_it_was_given_at_the_start(pair: Pair) -> None:
