@@ -350,6 +350,7 @@ class Engine:
 
         False where it has been tried for all of them.
         """
+        features = self._choice.shared(features)
         size = self._choice.missing(sizes, features)
         if size is not None and not self._background.busy:
             self._background.begin(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ MAX_PIPELINED = 16  # requests of a connection that come before the answer to an
 HEAD_SECONDS = 10.0  # from a connection, or the last answer in it, to the whole of the next head
 WRITE_SECONDS = 60.0  # within which a reader takes `WRITE_BYTES` of what is there for it
 WRITE_BYTES = 1 << 16
+MAX_UNREAD = 256 << 20  # bytes of answers that wait for their readers, of all connections but the last answered
 
 
 class Connection(HttpToolsProtocol):
@@ -36,6 +38,11 @@ class Connection(HttpToolsProtocol):
     def idle(self) -> bool:
         """True while no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def unread(self) -> int:
+        """Bytes of answers that the reader has not taken yet."""
+        return self.transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Makes room where there is none."""
@@ -90,7 +97,7 @@ class Connection(HttpToolsProtocol):
         """Closes the connection where a head is late, and cuts it where its reader is."""
         if self.idle and now - self._idle_since > HEAD_SECONDS and not self.transport.is_closing():
             self._refuse(APIError(408, f"no request came within {HEAD_SECONDS:g} s; send it faster.", code="timeout"))
-        left = self.transport.get_write_buffer_size()
+        left = self.unread
         if not left:
             self._waits = None
         elif self._waits is None or left <= self._waits[1] - WRITE_BYTES:
@@ -110,6 +117,16 @@ class Connection(HttpToolsProtocol):
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "", body]).encode())
         self.transport.close()
+
+
+def bound_unread(connections: Iterable[Connection]) -> None:
+    """Cuts readers, those first that have been awaited longest, until no more than `MAX_UNREAD` is left to be read."""
+    waiting = [(one._waits[0], one) for one in connections if one._waits is not None]
+    unread = sum(one.unread for _, one in waiting)
+    for _, one in sorted(waiting, key=lambda since: since[0])[:-1]:
+        if unread > MAX_UNREAD:
+            unread -= one.unread
+            one.cut()
 
 
 def _too_large() -> APIError:

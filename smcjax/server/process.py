@@ -19,7 +19,7 @@ import uvicorn
 
 from smcjax.server.access import is_loopback
 from smcjax.server.app import make_app
-from smcjax.server.connections import Connection
+from smcjax.server.connections import Connection, bound_unread
 from smcjax.server.state import Served
 
 LAST_WRITES = 2.0  # seconds that readers have, at the end, for what is answered already
@@ -98,6 +98,7 @@ class Server(uvicorn.Server):
         now, connections = time.monotonic(), cast(set[Connection], self.server_state.connections)
         for connection in list(connections):
             connection.check(now)
+        bound_unread(connections)
         if not self._served.draining or not self._served.in_flight:
             return over or self._served.draining
         if now > self._deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from unittest.mock import MagicMock
@@ -14,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.server import ServerState
 
-from smcjax.server import connections
+from smcjax.server import connections, process
 from smcjax.server.models import Models
 from tests.server.conftest import Running, running
 
@@ -116,3 +117,29 @@ def test_a_reader_that_takes_nothing_is_cut() -> None:
     assert asyncio.run(cuts([9 * some, 9 * some - 1, 9 * some - 2]))
     assert not asyncio.run(cuts([9 * some - number * some for number in range(9)]))
     assert not asyncio.run(cuts([1, 0] * 9))
+
+
+def test_answers_that_readers_leave_are_bounded(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers go, those first that have been awaited longest, whether or not they take some; the last answer stays."""
+
+    async def cuts(lengths: list[int]) -> list[bool]:
+        config = uvicorn.Config(FastAPI(), http=connections.Connection, log_config=None)
+        made = [connections.Connection(config, ServerState(), {}, asyncio.get_running_loop()) for _ in lengths]
+        for number, (connection, length) in enumerate(zip(made, lengths, strict=True)):
+            connection.connection_made(MagicMock())
+            connection.cycle = MagicMock(response_complete=False)
+            connection.transport.get_write_buffer_size.return_value = length
+            connection.check(float(number))
+        connections.bound_unread(reversed(made))
+        return [bool(connection.transport.abort.called) for connection in made]
+
+    most = connections.MAX_UNREAD
+    assert asyncio.run(cuts([most // 2, 0, most // 2])) == [False] * 3
+    assert asyncio.run(cuts([most // 2, 0, most // 2, 1])) == [True, False, False, False]
+    assert asyncio.run(cuts([1, most // 2, most, most])) == [True, True, True, False]
+    assert asyncio.run(cuts([2 * most])) == [False]
+
+    seen = threading.Event()
+    monkeypatch.setattr(process, "bound_unread", lambda _: seen.set())
+    with running(models):
+        assert seen.wait(20)

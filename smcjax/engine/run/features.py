@@ -14,6 +14,8 @@ from smcjax.decoding.program import Feature
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.schedule.scheduler import Schedule
 
+MAX_SETS = 4  # of features that have programs of their own beside a running engine: each takes 0.1 GiB and more a size
+
 # What users call them, in the order in which a sentence names them.
 WORDS: dict[Feature, str] = {
     "truncation": "top_k and top_p",
@@ -54,6 +56,7 @@ class ProgramVariants:
     def __init__(self) -> None:
         self._compiled: set[tuple[int, frozenset[Feature]]] = set()
         self._unfit: dict[tuple[int, frozenset[Feature]], str] = {}  # why
+        self._asked: frozenset[Feature] = frozenset()
 
     def register(self, size: int, features: frozenset[Feature], error: ValueError | None = None) -> None:
         """Registers that the programs for `size` slots are compiled or, with an error, that they do not fit."""
@@ -69,6 +72,15 @@ class ProgramVariants:
     def at(self, size: int, features: frozenset[Feature]) -> frozenset[Feature] | None:
         """The features of the compiled programs for `size` slots that have these and the fewest others, if any."""
         return min((has for of, has in self._compiled if of == size and has >= features), key=len, default=None)
+
+    def shared(self, features: frozenset[Feature]) -> frozenset[Feature]:
+        """The features of the programs that are to be compiled for these.
+
+        Beyond `MAX_SETS` sets they are all that have been asked for, as programs of many features serve many sets.
+        """
+        self._asked |= features
+        sets = {has for _, has in self._compiled}
+        return features if features in sets or len(sets) < MAX_SETS else self._asked
 
     def missing(self, sizes: Iterable[int], features: frozenset[Feature]) -> int | None:
         """The first of the sizes whose programs may fit and are not compiled."""

@@ -17,7 +17,7 @@ import pytest
 from smcjax import AsyncLLM, RequestOutput, SamplingParams
 from smcjax.engine.async_llm import ChunkStream
 from smcjax.engine.run.background import Abandoned, BackgroundCompiler
-from smcjax.engine.run.features import ProgramVariants
+from smcjax.engine.run.features import MAX_SETS, WORDS, ProgramVariants
 from smcjax.engine.run.runner import Runner
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
@@ -218,6 +218,20 @@ def test_a_choice_takes_the_fewest_features_that_suffice() -> None:
     choice.register(4, a)
     choice.register(2, none)
     assert (choice.sizes(none), choice.at(4, none), choice.at(4, ab), choice.at(2, none)) == ([2, 4], a, ab, none)
+
+
+def test_many_sets_of_features_share_programs() -> None:
+    """Of 64 sets of one size `MAX_SETS` have their own; six more have whatever has been asked for."""
+    choice, words = ProgramVariants(), sorted(WORDS)
+    for bits in range(64):
+        features = frozenset(word for bit, word in enumerate(words) if bits >> bit & 1)
+        wanted = choice.shared(features)
+        assert wanted >= features
+        if choice.missing([4], wanted) is not None:
+            choice.register(4, wanted)
+        assert (choice.at(4, features) or features) >= features
+        assert choice.shared(wanted) == wanted, "it is compiled once"
+    assert len(choice._compiled) <= MAX_SETS + len(words)
 
 
 def test_one_compilation_at_a_time_and_its_end() -> None:
