@@ -1,9 +1,8 @@
 """Clients that know nothing of this server: LangChain's ChatOpenAI, LiteLLM, lm-eval's local-completions.
 
-They are not among the packages of this project; who wants to see what they do brings them:
+LangChain's is among the packages of the group `dev`. The others are large; tests of them run where they are brought:
 
-    uv run --extra serve --with langchain-openai --with litellm --with 'lm-eval[api]' \
-        pytest -n 0 tests/server/test_unmodified_clients.py
+    uv run --extra serve --with litellm --with 'lm-eval[api]' pytest -n 0 tests/server/test_unmodified_clients.py
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ def answer(server: Running) -> str:
     return server.llm().chat(MESSAGES, params, use_tqdm=False)[0].outputs[0].text
 
 
-@needs("langchain_openai")
 def test_langchain(server: Running, answer: str) -> None:
     """Whole, streamed, asynchronously, several at once, and with log-probabilities."""
-    chat = importlib.import_module("langchain_openai").ChatOpenAI(
-        model=SMC_NAME, base_url=f"{server.url}/v1", api_key="none", max_retries=0, **LIMIT
-    )
+    from langchain_openai import ChatOpenAI  # here, as it takes seconds
+
+    chat = ChatOpenAI(model=SMC_NAME, base_url=f"{server.url}/v1", api_key="none", max_retries=0, **LIMIT)
     reply = chat.invoke(SAID)
     assert reply.content == answer
     assert reply.response_metadata["model_name"] == SMC_NAME
@@ -68,12 +66,11 @@ def test_langchain(server: Running, answer: str) -> None:
         chat.bind(temperature=-1).invoke(SAID)
 
 
-@needs("langchain_openai")
 def test_langchain_asks_for_a_form(server: Running) -> None:
     schema = {"title": "thing", "type": "object", "properties": {"b": {"enum": ["x", "y"]}}, "required": ["b"]}
-    chat = importlib.import_module("langchain_openai").ChatOpenAI(
-        model=SMC_NAME, base_url=f"{server.url}/v1", api_key="none", max_tokens=24, seed=1
-    )
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model=SMC_NAME, base_url=f"{server.url}/v1", api_key="none", max_tokens=24, seed=1)
     assert chat.with_structured_output(schema, method="json_schema").invoke(SAID)["b"] in ("x", "y")
 
 
