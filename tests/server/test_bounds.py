@@ -31,7 +31,7 @@ from smcjax.server.body import MAX_COMMAS
 pytestmark = pytest.mark.slow
 HEALTH_SECONDS = 1.0  # beyond what this machine keeps a process waiting that has nothing else to do
 MORE_SECONDS = 2.0  # of a plain request beside a compilation, beyond what it takes alone
-MEMORY_GIB = 12  # docs/how-to/serve.md
+MEMORY_GIB, STATED = 12, Path(__file__).parents[2] / "docs/how-to/serve.md"
 DRAIN_SECONDS, LAST_SECONDS = 2, 5.0  # and four of the process's own, with one for a busy machine
 WATCHER = Path(__file__).with_name("watcher.py")
 SERVE = "from smcjax.cli.process import main; raise SystemExit(main())"
@@ -229,6 +229,7 @@ def test_others_hardly_wait(server: Server) -> None:
         attack("all", lambda: list(pool.map(lambda one: one[0](server, 2.0), ATTACKS)))
     figures.append(f"alone {alone:.2f}, most memory {server.most / 2**30:.2f} GiB")
     print("\n".join(figures))
+    assert f"never more than {MEMORY_GIB}," in STATED.read_text()
     assert server.most < MEMORY_GIB << 30, figures
 
 

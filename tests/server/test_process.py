@@ -19,10 +19,11 @@ from typing import Any
 import httpx
 import pytest
 
-from smcjax.cli.main import main
+from smcjax.cli.main import main, make_parser
 from smcjax.cli.serve import KEY_VARIABLE, keys_of
 from smcjax.server import process as process_module
 from smcjax.server.process import LAST_STEPS, keep_what_is_loaded
+from smcjax.server.state import Settings
 from tests.checkpoints import Pair, write_pair
 
 ASK: dict[str, Any] = {"prompt": "ab", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -127,6 +128,12 @@ def test_an_engine_that_is_busy_for_long_does_not_keep_it(process: tuple[subproc
     assert time.monotonic() - began < LAST_STEPS + 5
     assert server.stderr is not None
     assert "smcjax: what still ran on the device or in threads was cut" in server.stderr.read()
+
+
+def test_by_default_it_ends_within_35_seconds() -> None:
+    """By the deadlines that the tests above hold it to."""
+    assert make_parser().parse_args(["serve"]).drain_seconds == Settings().drain_seconds
+    assert Settings().drain_seconds + LAST_STEPS < 35
 
 
 def refused(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
