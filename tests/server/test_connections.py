@@ -125,13 +125,14 @@ def test_answers_that_readers_leave_are_bounded(models: Models, monkeypatch: pyt
     async def cuts(lengths: list[int]) -> list[bool]:
         config = uvicorn.Config(FastAPI(), http=connections.Connection, log_config=None)
         made = [connections.Connection(config, ServerState(), {}, asyncio.get_running_loop()) for _ in lengths]
-        for number, (connection, length) in enumerate(zip(made, lengths, strict=True)):
-            connection.connection_made(MagicMock())
+        transports = [MagicMock() for _ in lengths]
+        for number, (connection, transport, length) in enumerate(zip(made, transports, lengths, strict=True)):
+            transport.get_write_buffer_size.return_value = length
+            connection.connection_made(transport)
             connection.cycle = MagicMock(response_complete=False)
-            connection.transport.get_write_buffer_size.return_value = length
             connection.check(float(number))
         connections.bound_unread(reversed(made))
-        return [bool(connection.transport.abort.called) for connection in made]
+        return [transport.abort.called for transport in transports]
 
     most = connections.MAX_UNREAD
     assert asyncio.run(cuts([most // 2, 0, most // 2])) == [False] * 3

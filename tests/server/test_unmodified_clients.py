@@ -70,7 +70,8 @@ def test_langchain_asks_for_a_form(server: Running) -> None:
     schema = {"title": "thing", "type": "object", "properties": {"b": {"enum": ["x", "y"]}}, "required": ["b"]}
     from langchain_openai import ChatOpenAI
 
-    chat = ChatOpenAI(model=SMC_NAME, base_url=f"{server.url}/v1", api_key="none", max_tokens=24, seed=1)
+    limit: dict[str, Any] = {"max_tokens": 24, "seed": 1}
+    chat = ChatOpenAI(model=SMC_NAME, base_url=f"{server.url}/v1", api_key="none", **limit)
     assert chat.with_structured_output(schema, method="json_schema").invoke(SAID)["b"] in ("x", "y")
 
 
