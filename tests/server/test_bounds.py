@@ -60,7 +60,7 @@ class Server:
         self.resident, self.most = 0, 0
         self.over = threading.Event()
 
-    def ask(self, body: dict[str, Any] | str, seconds: float = 100.0) -> int | None:
+    def ask(self, body: dict[str, Any] | str, seconds: float = 400.0) -> int | None:
         """The status of the answer; None where it takes longer, and is given up."""
         data = body if isinstance(body, str) else json.dumps(body)
         with contextlib.suppress(httpx.TransportError):
@@ -70,6 +70,12 @@ class Server:
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def note(self, watcher: subprocess.Popen[str]) -> None:
+        assert watcher.stdout is not None
+        for line in watcher.stdout:
+            name, began, seconds, status = line.split()
+            self.waits.append(Wait(name, float(began), float(seconds), status))
 
     def watch_memory(self) -> None:
         while not self.over.wait(0.05):
@@ -110,41 +116,28 @@ def server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
     options = ["serve", "--port", "0", "--drain-seconds", str(DRAIN_SECONDS)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     command, watching = [sys.executable, "-c", SERVE, *options], [sys.executable, "-I", "-S", str(WATCHER)]
-    with (
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process,
-        subprocess.Popen([*watching, "--idle"], stdout=subprocess.PIPE, text=True) as idle,
-    ):
+    with contextlib.ExitStack() as stack:
+
+        def begun(command: list[str], **options: Any) -> subprocess.Popen[str]:
+            process = stack.enter_context(subprocess.Popen(command, text=True, **options))
+            stack.callback(process.kill)
+            return process
+
+        process = begun(command, stderr=subprocess.PIPE, env=environment)
+        idle = begun([*watching, "--idle"], stdout=subprocess.PIPE)
         assert process.stderr is not None
         assert idle.stdout is not None
         said = iter(process.stderr.readline, "")
         found = next(filter(None, (re.search(r"at (http://127\.0\.0\.1:\d+)/v1", line) for line in said)))
-        reader = threading.Thread(target=process.stderr.read)  # or it would wait for one
-        reader.start()
+        threading.Thread(target=process.stderr.read).start()  # or it would wait for a reader
         server = Server(process, found.group(1))
-        for _ in range(2):
-            assert server.ask(PLAIN) == server.ask({**PLAIN, "temperature": 0}) == 200
+        assert server.ask(PLAIN) == server.ask(PLAIN) == 200
         shutil.copytree(cache, kept, dirs_exist_ok=True)
-        begun = [*watching, str(server.port), idle.stdout.readline().strip(), PROMPT]
-        with subprocess.Popen(begun, stdout=subprocess.PIPE, text=True) as watcher:
-            assert watcher.stdout is not None
-            lines = watcher.stdout
-
-            def note() -> None:
-                for line in lines:
-                    name, began, seconds, status = line.split()
-                    server.waits.append(Wait(name, float(began), float(seconds), status))
-
-            threads = [threading.Thread(target=note), threading.Thread(target=server.watch_memory)]
-            for thread in threads:
-                thread.start()
-            try:
-                yield server
-            finally:
-                server.over.set()
-                for one in (watcher, idle, process):
-                    one.kill()
-                for thread in (*threads, reader):
-                    thread.join()
+        watcher = begun([*watching, str(server.port), idle.stdout.readline().strip(), PROMPT], stdout=subprocess.PIPE)
+        for work in (lambda: server.note(watcher), server.watch_memory):
+            threading.Thread(target=work).start()
+        stack.callback(server.over.set)
+        yield server
 
 
 def form(schema: dict[str, Any]) -> dict[str, Any]:
