@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
+import chex
 import numpy as np
 import pytest
 
@@ -65,8 +65,7 @@ def test_any_shard_stands_for_the_whole_model(
         config, params = load_checkpoint(path, "float32")
         assert config == whole[0]
         assert load_config(path).tie_embeddings is False
-        for leaf, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(whole[1]), strict=True):
-            np.testing.assert_array_equal(leaf, wanted)
+        chex.assert_trees_all_equal(params, whole[1])
 
 
 def test_a_missing_shard_is_named(shards: list[Path]) -> None:

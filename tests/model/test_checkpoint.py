@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chex
 import huggingface_hub.constants
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def test_weights_do_not_alias_the_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with path.open("r+b") as file:  # in place: `save_checkpoint` puts another file there
         file.write(bytes(path.stat().st_size))
-    jax.tree.map(np.testing.assert_array_equal, before, params)
+    chex.assert_trees_all_equal(before, params)
 
 
 def test_buffers_of_old_files_are_ignored(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -109,8 +110,7 @@ def test_what_is_written_in_float8_is_read_as_it_was(tmp_path: Path) -> None:
     for given, name in ((params, "rounded here"), (rounded, "as it is")):
         save_checkpoint(config, given, tmp_path / name, dtype="float32", quantization="float8")
         _, read = load_checkpoint(tmp_path / name, "float32", quantization="float8")
-        for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(rounded), strict=True):
-            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+        chex.assert_trees_all_equal(read, rounded)
     group = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     assert (group["weights"]["type"], group["input_activations"]["strategy"]) == ("float", "token")
     with pytest.raises(ValueError, match=r"^params hold float8 matrices and quantization is 'int8'; pass 'float8'"):

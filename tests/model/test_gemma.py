@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     save_checkpoint(config, params, tmp_path / "ours", dtype="float32")
     again_config, again = load_checkpoint(tmp_path / "ours", "float32")
     assert again_config == config
-    jax.tree.map(np.testing.assert_array_equal, params, again)
+    chex.assert_trees_all_equal(again, params)
 
 
 def test_norms_are_float32_whatever_the_dtype(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chex
 import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,9 +43,7 @@ def assert_loads_alike(path: Path, directory: Path) -> None:
     eps = np.float32(expected_config.rms_norm_eps)  # as GGUF keeps it
     assert config == dataclasses.replace(expected_config, rms_norm_eps=float(eps))
     assert config == dataclasses.replace(load_config(path), dtype="float32")
-    assert jax.tree.structure(params) == jax.tree.structure(expected)
-    for leaf, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(leaf, wanted)
+    chex.assert_trees_all_equal(params, expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -54,14 +55,6 @@ def bfloat16_params(config: ModelConfig) -> Params:
     return jax.tree.map(noisy, init_params(config, jax.random.key(0)))
 
 
-def require_equal(a: Params, b: Params) -> None:
-    """Both have one tree, the same kinds of matrices and the same bits."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trips(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS[name]
@@ -72,8 +65,8 @@ def test_round_trips(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checkpoint, "_ROWS", 10)  # matrices are read some rows at a time
     read, stored = load_checkpoint(tmp_path, "float32", quantization="int8")
     assert read == dataclasses.replace(config, dtype="float32")
-    require_equal(stored, in_memory)
-    require_equal(quantize_params(stored), in_memory)
+    chex.assert_trees_all_equal(stored, in_memory, strict=True)
+    chex.assert_trees_all_equal(quantize_params(stored), in_memory, strict=True)
     tokens = jax.random.randint(jax.random.key(2), (1, 24), 0, config.vocab_size)
     run = jax.jit(logits, static_argnums=0)
     of_stored = run(config, stored, tokens)
@@ -88,7 +81,7 @@ def test_round_trips(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             )
         ]
         multiplied_out = jax.tree.unflatten(jax.tree.structure(params), leaves)
-        require_equal(load_checkpoint(tmp_path, dtype)[1], multiplied_out)
+        chex.assert_trees_all_equal(load_checkpoint(tmp_path, dtype)[1], multiplied_out, strict=True)
 
     save_checkpoint(config, stored, tmp_path / "again", quantization="int8")
     for file in ("model.safetensors", "config.json"):
@@ -200,11 +193,13 @@ def test_files_of_another_writer(tmp_path: Path) -> None:
     np.testing.assert_array_equal(qkv.scale[32:48], plain.layers[0].qkv.scale[32:48])
     assert not np.array_equal(qkv.values[:32], plain.layers[0].qkv.values[:32])  # rounded again, they are others
     assert not is_packed(kept.lm_head)
-    require_equal(dataclasses.replace(quantize_params(kept), layers=()), dataclasses.replace(plain, layers=()))
+    chex.assert_trees_all_equal(
+        dataclasses.replace(quantize_params(kept), layers=()), dataclasses.replace(plain, layers=()), strict=True
+    )
 
     write_shards(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    require_equal(load_checkpoint(tmp_path, "float32", quantization="int8")[1], kept)
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path, "float32", quantization="int8")[1], kept, strict=True)
 
 
 def test_a_tied_head_in_int8_beside_its_embedding(tmp_path: Path) -> None:
@@ -417,4 +412,6 @@ def test_a_file_in_float_is_rounded_when_it_is_loaded(tmp_path: Path) -> None:
     """`quantization` is of what is stored so: a directory in float is loaded as ever."""
     write_directory(tmp_path, RAW, random_weights(RAW))
     assert not stored_quantization(tmp_path)
-    require_equal(load_checkpoint(tmp_path, quantization="int8")[1], load_checkpoint(tmp_path)[1])
+    chex.assert_trees_all_equal(
+        load_checkpoint(tmp_path, quantization="int8")[1], load_checkpoint(tmp_path)[1], strict=True
+    )

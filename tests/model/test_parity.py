@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_variants_agree_with_the_oracle(name: str, tmp_path: Path) -> None:
     save_checkpoint(config, params, tmp_path / "ours", dtype="float32")
     again_config, again = load_checkpoint(tmp_path / "ours", dtype="float32")
     assert again_config == config
-    jax.tree.map(np.testing.assert_array_equal, params, again)
+    chex.assert_trees_all_equal(again, params)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])

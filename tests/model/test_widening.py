@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +19,8 @@ CONFIG = ModelConfig(512, 512, 768, 2, 8, 2, 64, 256)  # widths at which roundin
 
 def test_bfloat16_weights_are_the_same_numbers() -> None:
     narrow = init_params(CONFIG, jax.random.key(0), jnp.bfloat16)
-    values = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(narrow)]
-    wide = widen_params(narrow)
-    for leaf, value in zip(jax.tree.leaves(wide), values, strict=True):
-        assert leaf.dtype == jnp.float32
-        np.testing.assert_array_equal(leaf, value)
+    values = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), narrow)
+    chex.assert_trees_all_equal(widen_params(narrow), values, strict=True)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(narrow)), "memory is held twice for one array only"
 
 

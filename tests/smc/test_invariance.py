@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,22 +86,16 @@ def test_steps_equal_one_run_and_ended_groups_are_frozen() -> None:
             rows = slice(group * 3, (group + 1) * 3)
             now = [np.asarray(x[rows]) for x in jax.tree.leaves(stepped.sequences)]
             now += [np.asarray(x[group]) for x in (stepped.log_weight, stepped.log_evidence, stepped.cycle)]
-            for a, b in zip(at_end.setdefault(int(group), now), now, strict=True):
-                np.testing.assert_array_equal(a, b)
+            chex.assert_trees_all_equal(now, at_end.setdefault(int(group), now))
     assert len(at_end) == 4
     assert len({tuple(np.asarray(info.ran).tolist()) for info in infos}) > 2, "groups must end at different times"
     together, stacked = run(BASE, PAIR.params, state, 6)
-    for a, b in zip(jax.tree.leaves((together.sequences, together.log_weight)), _leaves(stepped), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(*((one.sequences, one.log_weight) for one in (together, stepped)))
     for index, info in enumerate(infos):
         live = np.asarray(info.ran)
         np.testing.assert_array_equal(stacked.ran[index], live)
         np.testing.assert_array_equal(stacked.ancestors[index][live], info.ancestors[live])
         np.testing.assert_array_equal(stacked.log_weight[index][live], info.log_weight[live])
-
-
-def _leaves(state: smc.State) -> list[jax.Array]:
-    return jax.tree.leaves((state.sequences, state.log_weight))
 
 
 def test_alone_equals_in_a_batch() -> None:

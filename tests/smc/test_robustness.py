@@ -7,6 +7,7 @@ import functools
 import itertools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -290,5 +291,4 @@ def test_the_first_cycle_writes_nothing_to_a_prompts_full_page() -> None:
     draft = jax.tree.map(lambda leaf: leaf.at[page].multiply(2.0), state.memory.draft)
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=draft))
     after, _ = step(program, PAIR.params, state)
-    for old, new in zip(jax.tree.leaves(draft), jax.tree.leaves(after.memory.draft), strict=True):
-        np.testing.assert_array_equal(new[page], old[page])
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda leaf: leaf[page], one) for one in (after.memory.draft, draft)))

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -404,7 +405,7 @@ def test_checkpoints_go_round(changes: Options, tmp_path: Path) -> None:
     save_checkpoint(config, params, tmp_path, dtype="float32")
     read, loaded = load_checkpoint(tmp_path, dtype="float32")
     assert read == config
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    chex.assert_trees_all_equal(loaded, params)
     written = json.loads((tmp_path / "config.json").read_text())
     del written["native_sparse_attention"]
     assert config_from_hf(written).layer(1).attention == NSA()
@@ -456,7 +457,7 @@ def test_layers_of_other_kinds_beside_go_round(others: tuple[AttentionKind, ...]
     save_checkpoint(config, params, tmp_path, dtype="float32")
     read, loaded = load_checkpoint(tmp_path, dtype="float32")
     assert [read.layer(index) for index in range(config.num_layers)] == [*config.layers, config.layers[0]]
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    chex.assert_trees_all_equal(loaded, params)
 
 
 def test_which_layers_are_sparse_is_read_or_refused_by_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,8 +93,7 @@ def test_a_head_that_is_written_is_read_again(head: tuple[EagleConfig, EaglePara
     save_eagle(tmp_path, config, own)
     read, loaded = load_eagle(tmp_path, TARGET, "float32")
     assert read == config
-    assert jax.tree.structure(loaded) == jax.tree.structure(own)
-    jax.tree.map(np.testing.assert_array_equal, loaded, own)
+    chex.assert_trees_all_equal(loaded, own)
     with pytest.raises(ValueError, match="token_ids is an array"):
         save_eagle(tmp_path, config, dataclasses.replace(own, token_ids=jnp.arange(7)))
 
