@@ -21,11 +21,12 @@ from smcjax.cli.bench_options import (
     LENGTH,
     ROWS,
     SHAPES,
-    add_save_option,
+    add_figures_options,
     add_shape_options,
     check_files,
     shape_decoding,
     shape_models,
+    write_figures,
 )
 from smcjax.cli.options import add_debug_option, add_separate_option
 from smcjax.cli.parser import above, share, whole
@@ -82,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     predicted.add_argument(
         "--collectives", choices=("auto", "xla"), default="auto", help="xla: all sums and gathers are XLA's (auto)"
     )
-    add_save_option(predicted)
+    add_figures_options(predicted)
     add_debug_option(predicted)
     predicted.set_defaults(run=run_predict)
 
@@ -118,7 +119,7 @@ def _add_common_options(parser: argparse.ArgumentParser, *, cycles: int, sizes: 
     parser.add_argument("--windows", type=whole(1, 1000), default=5, help="timed windows, each from a fresh prompt (5)")
     parser.add_argument("--cycles", type=CYCLES, default=cycles, help=f"cycles a window ({cycles})")
     parser.add_argument("--bandwidth", type=above(0, 1e6), metavar="GB/s", help="default: the datasheet's")
-    add_save_option(parser)
+    add_figures_options(parser)
     add_debug_option(parser)
 
 
@@ -166,7 +167,6 @@ def run_cycle(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace, speculation: Speculation) -> int:
     """All implementations on one case; this process leaves the device alone."""
     from smcjax.bench.compare import contenders, markdown, rows_of
-    from smcjax.bench.record import save
 
     both = [
         *("--decoding", args.decoding),
@@ -183,8 +183,7 @@ def _compare(args: argparse.Namespace, speculation: Speculation) -> int:
     own += [] if args.draft_quantization is None else ["--draft-quantization", args.draft_quantization]
     ran = contenders([*both, *own], both, speculation, torch_python=args.torch_python)
     print(markdown(ran))
-    if args.save is not None:
-        save(args.save, rows_of(ran), next((each.machine for each in ran if each.machine is not None), None))
+    write_figures(args, rows_of(ran), next((each.machine for each in ran if each.machine is not None), None))
     return 1 if ran[0].result is None or ran[1].result is None else 0
 
 
@@ -192,7 +191,6 @@ def run_predict(args: argparse.Namespace) -> int:
     """Prints one markdown table; runs nothing."""
     check_files(args)
     from smcjax.bench.predict import SIZES, TARGETS, Pieces, markdown, predictions
-    from smcjax.bench.record import save
     from smcjax.device import H100, H200
 
     found = list(
@@ -207,8 +205,7 @@ def run_predict(args: argparse.Namespace) -> int:
         )
     )
     print(markdown(found))
-    if args.save is not None:
-        save(args.save, [dataclasses.asdict(each) for each in found], None)
+    write_figures(args, [dataclasses.asdict(each) for each in found], None)
     return 0
 
 
@@ -260,12 +257,11 @@ def run_acceptance(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace, models: Models, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the file that --save names, if any."""
-    from smcjax.bench.record import save, this_machine
+    """Writes the rows of a table of these models, as the options for figures say."""
+    from smcjax.bench.record import this_machine
 
-    if args.save is not None:
-        named = {"target": models.target, "draft": models.draft}
-        save(args.save, [{**named, **row} for row in rows], this_machine(models.devices))
+    named = {"target": models.target, "draft": models.draft}
+    write_figures(args, [{**named, **row} for row in rows], this_machine(models.devices))
 
 
 def _bandwidth(args: argparse.Namespace) -> float | None:

@@ -19,11 +19,12 @@ from smcjax.cli.bench_options import (
     CYCLES,
     LENGTH,
     ROWS,
-    add_save_option,
+    add_figures_options,
     add_shape_options,
     check_files,
     shape_decoding,
     shape_models,
+    write_figures,
 )
 from smcjax.cli.options import (
     add_debug_option,
@@ -67,7 +68,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     )
     engine.add_argument("--input-len", type=LENGTH, default=256, help="prompt tokens (256)")
     engine.add_argument("--cycles", type=CYCLES, default=32, help="timed cycles (32)")
-    add_save_option(engine)
+    add_figures_options(engine)
     add_debug_option(engine)
     engine.set_defaults(run=run_engine)
 
@@ -100,7 +101,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders.add_argument("--max-num-seqs", type=BATCH, default=16, help="requests at once (16)")
     decoders.add_argument("--max-model-len", type=whole(2, 1 << 20), help="prompt and answer (320, or --context)")
     decoders.add_argument("--plot", metavar="FILE", help="accuracy over cost: .svg, .png or .pdf")
-    add_save_option(decoders)
+    add_figures_options(decoders)
     add_debug_option(decoders)
     decoders.set_defaults(run=run_decoders)
 
@@ -113,7 +114,7 @@ def _add_serving_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=LENGTH, default=128, help="tokens of an answer (128)")
     parser.add_argument("--max-num-seqs", type=BATCH, default=8, help="requests that run at once (8)")
     parser.add_argument("--no-overlap", action="store_true", help="read every cycle before the next is enqueued")
-    add_save_option(parser)
+    add_figures_options(parser)
     add_debug_option(parser)
 
 
@@ -124,7 +125,7 @@ def run_serving(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from smcjax.bench.record import save, this_machine
+    from smcjax.bench.record import this_machine
     from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
 
     load = Load(
@@ -148,8 +149,7 @@ def run_serving(args: argparse.Namespace) -> int:
         ) as bar:
             results.append(figures(at_rate, serve(engine, make_requests(models, at_rate), bar.update)))
     print(markdown(results))
-    if args.save is not None:
-        save(args.save, results, this_machine(models.devices))
+    write_figures(args, results, this_machine(models.devices))
     if args.plot is not None:
         from smcjax.viz.serving import draw_latency
 
@@ -161,7 +161,7 @@ def run_engine(args: argparse.Namespace) -> int:
     """Times cycles bare and through the engine; a table."""
     check_files(args)
     from smcjax.bench.engine import WARMUP, markdown, measure
-    from smcjax.bench.record import save, this_machine
+    from smcjax.bench.record import this_machine
     from smcjax.bench.serving import Load
 
     decoding = shape_decoding(args)
@@ -181,8 +181,7 @@ def run_engine(args: argparse.Namespace) -> int:
     models = shape_models(args)
     results = measure(models, load, args.requests, cycles=args.cycles, on_result=on_result)
     print(markdown(results))
-    if args.save is not None:
-        save(args.save, [dataclasses.asdict(result) for result in results], this_machine(models.devices))
+    write_figures(args, [dataclasses.asdict(result) for result in results], this_machine(models.devices))
     return 0
 
 
@@ -197,7 +196,7 @@ def run_decoders(args: argparse.Namespace) -> int:
         decoding.check(SamplingParams(temperature=args.temperature))
 
     from smcjax.bench.decoders import compare, contenders, markdown
-    from smcjax.bench.record import save, this_machine
+    from smcjax.bench.record import this_machine
     from smcjax.decoding.ngram import NGRAM
     from smcjax.model.checkpoint import load_config, resolve_model_path
     from smcjax.model.eagle_files import is_eagle
@@ -229,8 +228,7 @@ def run_decoders(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len or (args.context if args.task == "recall" else 320),
     )
     print(markdown(rows))
-    if args.save is not None:
-        save(args.save, rows, this_machine())
+    write_figures(args, rows, this_machine())
     if args.plot is not None:
         from smcjax.viz.decoders import draw_frontier
 

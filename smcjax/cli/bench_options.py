@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from smcjax.cli.options import QUANTIZATIONS, add_parallel_options, check_output
 from smcjax.cli.parser import whole
@@ -57,9 +59,28 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     )
 
 
+def add_figures_options(parser: argparse.ArgumentParser) -> None:
+    """Adds options for the figures as JSON, which `write_figures` writes."""
+    parser.add_argument("--json", action="store_true", help="one JSON line a row last")
+    add_save_option(parser)
+
+
 def add_save_option(parser: argparse.ArgumentParser) -> None:
     """Adds the option for the figures' own file, which `check_files` checks."""
-    parser.add_argument("--save", metavar="FILE", help="the figures with command, commit, date and device, as JSON")
+    parser.add_argument("--save", metavar="FILE", help="the rows with command, commit, date and device, as JSON")
+
+
+def write_figures(
+    args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any] | None
+) -> None:
+    """Prints the rows where --json asks for them, and writes the record that --save names; `machine` is what ran."""
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+    if args.save is not None:
+        from smcjax.bench.record import save
+
+        save(args.save, rows, machine)
 
 
 def shape_decoding(args: argparse.Namespace) -> Decoding:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 
-from smcjax.cli.bench_options import COUNT, add_save_option, check_files
+from smcjax.cli.bench_options import COUNT, add_figures_options, check_files, write_figures
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import above, text, whole
 from smcjax.cli.serve import KEY_VARIABLE
@@ -39,7 +39,7 @@ def add_parser(benchmarks: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--max-concurrency", type=COUNT, metavar="C", help="requests under way at most (all)")
     parser.add_argument("--seed", type=whole(0, MAX_SEED // 2), default=0, help="of arrivals, prompts and answers (0)")
-    add_save_option(parser)
+    add_figures_options(parser)
     add_debug_option(parser)
     parser.set_defaults(run=run)
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Sends the load at each rate; a table, and the first failure of each row on stderr."""
     check_files(args)
     try:
-        from smcjax.bench import client, record
+        from smcjax.bench import client
     except ModuleNotFoundError as error:
         raise RuntimeError(extra_missing("smcjax bench serve", str(error.name), "serve") + ".") from None
     keys = [args.api_key, *map(os.environ.get, KEY_VARIABLES)]
@@ -71,6 +71,5 @@ def run(args: argparse.Namespace) -> int:
         if errors:
             print(f"{len(errors)} of {len(requests)} requests failed; the first: {errors[0]}", file=sys.stderr)
     print(client.markdown(results))
-    if args.save is not None:
-        record.save(args.save, results, None)  # the server's machine, which this process does not know
+    write_figures(args, results, None)  # the server's machine, which this process does not know
     return 0 if all(result["completed"] for result in results) else 1

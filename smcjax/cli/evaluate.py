@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from smcjax.cli.bench_options import add_save_option, check_files
+from smcjax.cli.bench_options import add_figures_options, check_files, write_figures
 from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("-n", "--num-problems", type=whole(1, 1_000_000), default=200, help="problems (200)")
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=123, help="of problems and all randomness (123)")
     parser.add_argument("--max-num-seqs", type=whole(1, 4096), default=16, help="requests in a batch (16)")
-    add_save_option(parser)
+    add_figures_options(parser)
     add_sampling_options(parser, max_tokens=None)
     add_decoding_options(parser, gamma=4)
     add_model_options(parser)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     check_models(args)
 
     from smcjax.bench.accuracy import evaluate
-    from smcjax.bench.record import save, this_machine
+    from smcjax.bench.record import this_machine
     from smcjax.engine.llm import LLM
 
     with LLM(
@@ -79,6 +79,5 @@ def run(args: argparse.Namespace) -> int:
             f"warnings  {report['warned']} of {len(evaluation.parts)} answers, among them {report['warned_wrong']} of "
             f"the {report['wrong']} that are wrong"
         )
-    if args.save is not None:
-        save(args.save, [{"decoder": str(chosen), **report}], this_machine())
+    write_figures(args, [{"decoder": str(chosen), **report}], this_machine())
     return 0

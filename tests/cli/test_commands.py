@@ -132,9 +132,10 @@ def test_generate_writes_a_trace(smcjax: Command, models: list[str], tmp_path: P
 def test_eval_reports_accuracy_with_its_interval(smcjax: Command, pair: Pair, tmp_path: Path) -> None:
     saved = str(tmp_path / "eval.json")
     models = ["--model", pair.target, "--draft-model", pair.draft, "--max-model-len", "800"]
-    result = smcjax("eval", *models, "-n", "2", *SMALL, "--max-tokens", "6", "--save", saved, "--max-num-seqs", "2")
+    result = smcjax("eval", *models, "-n", "2", *SMALL, "--max-tokens", "6", "--json", "--save", saved)
     assert result.code == 0
     report = rows_of(saved)[0]
+    assert json.loads(result.out.splitlines()[-1]) == report
     assert {"accuracy", "ci_low", "ci_high", "n", "tokens_per_second", "tokens_per_cycle"} <= report.keys()
     assert (report["accuracy"], report["n"]) == (0, 2)
     assert report["ci_low"] == 0 < report["ci_high"] < 1
