@@ -71,7 +71,7 @@ def lazily() -> Iterator[None]:
     """Programs of engines that compile within wait for their first call. No memory is asked for beforehand."""
     before = programs._compiled, programs._require_memory
 
-    def no_memory(what: str, executables: Iterable[Any], workspace_bytes: int) -> int:
+    def no_memory(what: str, executables: Iterable[Any], whose: programs.Programs) -> int:
         return 0
 
     programs._compiled, programs._require_memory = Later, no_memory

@@ -355,7 +355,10 @@ class LLM:
             automata=automata,
         )
         params = PairParams(models.target_params, models.draft_params)
-        runner = Runner(decoder, params, self.num_pages, Programs(workspace), models.sharded, self._readings)
+        rows, drafts = decoder.decoding.rows, decoder.decoding.drafts
+        sizes = ["max_num_seqs", *[decoder.decoding.rows_argument] * (rows > 1), *["gamma"] * drafts]
+        programs = Programs(workspace, f"{', '.join(sizes)} or max_model_len")
+        runner = Runner(decoder, params, self.num_pages, programs, models.sharded, self._readings)
         self._engine = Engine(
             runner,
             max_num_seqs=self.max_num_seqs,

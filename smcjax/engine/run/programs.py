@@ -113,11 +113,12 @@ class Programs:
     """Executables by key. Calling one never compiles; `compile` does, and says so.
 
     Executables are shared with other `Programs` of the process where jobs have the same identity. `workspace_bytes` are
-    those of the device that programs use beside their arguments, results and temporaries.
+    those of the device that programs use beside their arguments, results and temporaries; `sizes` names the arguments
+    to lower where a program needs more memory than there is.
     """
 
-    def __init__(self, workspace_bytes: int = 0) -> None:
-        self.workspace_bytes = workspace_bytes
+    def __init__(self, workspace_bytes: int = 0, sizes: str = "max_num_seqs or max_model_len") -> None:
+        self.workspace_bytes, self.sizes = workspace_bytes, sizes
         self._executables: dict[Hashable, Any] = {}
         self.seconds = 0.0
         self.scratch_bytes = 0  # temporaries of the program that needs most; one runs at a time
@@ -202,7 +203,7 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
     finally:  # after an interruption: does not wait for what XLA is at
         pool.shutdown(wait=False, cancel_futures=True)
     scratch = {
-        number: _require_memory(wanted[number].what, made[number].values(), wanted[number].programs.workspace_bytes)
+        number: _require_memory(wanted[number].what, made[number].values(), wanted[number].programs)
         for number in lacking
     }
     seconds = time.perf_counter() - began
@@ -231,7 +232,7 @@ def _identity(job: Job) -> Hashable:
     return job.identity, structure, tuple(shapes), job.donate, job.cublas, settings
 
 
-def _require_memory(what: str, executables: Iterable[Any], workspace_bytes: int) -> int:
+def _require_memory(what: str, executables: Iterable[Any], programs: Programs) -> int:
     """Most bytes of temporaries that one of the programs takes.
 
     Raises ValueError where a program's workspace, arguments, results and temporaries together exceed the device.
@@ -241,7 +242,10 @@ def _require_memory(what: str, executables: Iterable[Any], workspace_bytes: int)
         sizes = executable.memory_analysis()
         if sizes is not None:  # a backend need not know
             held = (
-                workspace_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+                programs.workspace_bytes
+                + sizes.argument_size_in_bytes
+                + sizes.output_size_in_bytes
+                - sizes.alias_size_in_bytes
             )
             scratch = max(scratch, sizes.temp_size_in_bytes)
             if held + sizes.temp_size_in_bytes > needed:
@@ -250,8 +254,8 @@ def _require_memory(what: str, executables: Iterable[Any], workspace_bytes: int)
     if needed > limit:
         raise ValueError(
             f"a program {what} needs {held_then / 2**30:.1f} GiB of weights, KV and state beside a scratch of "
-            f"{(needed - held_then) / 2**30:.1f} GiB and the device has {limit / 2**30:.1f} GiB; lower max_num_seqs, "
-            "n_particles, gamma or max_model_len, or num_pages or gpu_memory_utilization for less KV."
+            f"{(needed - held_then) / 2**30:.1f} GiB and the device has {limit / 2**30:.1f} GiB; lower "
+            f"{programs.sizes}, or num_pages or gpu_memory_utilization for less KV."
         )
     return scratch
 

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import pytest
 
-from smcjax import SMC, Rejection, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
+from smcjax.decoders import Decoding
 from smcjax.engine.load import loading
 from smcjax.engine.run import memory, programs
 from smcjax.engine.run.memory import buckets, choose_num_pages, device_memory
@@ -148,13 +149,23 @@ def test_too_few_pages_for_one_request(pair: Pair) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("decoding", "sizes"),
+    [
+        (SMC(n_particles=2, gamma=2), "max_num_seqs, n_particles, gamma or max_model_len"),
+        (Rejection(gamma=2), "max_num_seqs, gamma or max_model_len"),
+        (Autoregressive(), "max_num_seqs or max_model_len"),
+    ],
+)
 def test_programs_that_exceed_the_device_are_refused_before_they_run(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, decoding: Decoding, sizes: str
 ) -> None:
-    with smc_llm(pair) as llm:
+    """What to lower is what the decoder has."""
+    draft = pair.draft if decoding.drafts else None
+    with LLM(pair.target, draft_model=draft, decoding=decoding, max_model_len=48, max_num_seqs=1) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(programs, "device_memory", lambda: 1000)
-            with pytest.raises(ValueError, match=r"needs .* GiB and the device has .*; lower max_num_seqs"):
+            with pytest.raises(ValueError, match=rf"needs .* GiB and the device has .*; lower {sizes}, or num_pages "):
                 llm.generate("ab", use_tqdm=False)
         assert llm.metrics()["compilations"] == 0
         assert llm.engine.runner.programs.scratch_bytes == 0
