@@ -195,7 +195,7 @@ def new_kinds(server: Server, seconds: float) -> None:
 
 
 ATTACKS: list[tuple[Callable[[Server, float], None], float]] = [
-    (costly_forms, 3.0), (large_bodies, 2.5), (many_heads, 1.0), (new_kinds, 8.0)
+    (costly_forms, 2.0), (large_bodies, 2.0), (many_heads, 1.0), (new_kinds, 8.0)
 ]  # fmt: skip
 
 
