@@ -25,6 +25,7 @@ class Evaluation:
     """One run over all questions."""
 
     parts: list[list[bool]]  # a verdict on each part of each question
+    kinds: list[str]  # of each question (`Question.kind`)
     outputs: list[RequestOutput]  # of each question all answers, one after the other
     seconds: float  # wall time, compilation excluded
     device_seconds: float  # the same; on a CPU the time of all cores together, and there of compilation too
@@ -49,6 +50,14 @@ class Evaluation:
         told = [output.smc is not None and output.smc.warning is not None for output in self.outputs]
         answers = len(told) // len(self.parts)
         return [any(told[begin : begin + answers]) for begin in range(0, len(told), answers)]
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Accuracy on the questions of each kind; nothing where all are of one."""
+        found: dict[str, list[bool]] = {}
+        for kind, parts in sorted(zip(self.kinds, self.parts, strict=True)):
+            found.setdefault(kind, []).extend(parts)
+        return {kind: sum(right) / len(right) for kind, right in found.items()} if len(found) > 1 else {}
 
     def report(self) -> dict[str, float]:
         """Figures that `smcjax eval` prints: accuracy with its 95% interval, speed, tokens a cycle, warnings.
@@ -113,6 +122,7 @@ def evaluate(
     seconds -= spent["compile_seconds"]
     return Evaluation(
         parts=[question.right(text) for question, text in zip(questions, chosen, strict=True)],
+        kinds=[question.kind for question in questions],
         outputs=outputs,
         seconds=seconds,
         device_seconds=used if on_cpu() else seconds,

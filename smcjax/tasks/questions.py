@@ -14,10 +14,14 @@ LONGEST_ANSWER = {"words": 160, "recall": 384}  # tokens
 
 
 class Question(NamedTuple):
-    """A prompt, and the function from a completion of it to a verdict on each part that is judged by itself."""
+    """A prompt, and the function from a completion of it to a verdict on each part that is judged by itself.
+
+    `kind` says in a few words how hard it is, in the order of difficulty; "" where a task has one kind.
+    """
 
     prompt: str
     right: Callable[[str], list[bool]]
+    kind: str = ""
 
 
 def questions(task: str, seed: int, n: int, *, context: int = 2048) -> list[Question]:
@@ -29,7 +33,9 @@ def questions(task: str, seed: int, n: int, *, context: int = 2048) -> list[Ques
         documents = recall.generate(seed, n, "eval", context)
         return [Question(one.prompt, functools.partial(recall.right_lines, one)) for one in documents]
     problems = word_problems.generate(seed, n, "eval")
-    return [Question(word_problems.prompt(one), functools.partial(_answered, one)) for one in problems]
+    return [
+        Question(word_problems.prompt(one), functools.partial(_answered, one), f"{one.steps} steps") for one in problems
+    ]
 
 
 def training_prompts(task: str, seed: int, n: int, *, context: int = 2048) -> list[str]:

@@ -60,6 +60,11 @@ def test_the_report() -> None:
     assert (report["generated_tokens"], report["cycles"], report["errors"]) == (200, 80, 1)
     assert (report["steps"], report["preemptions"]) == (100, 2)
     assert (report["warned"], report["wrong"], report["warned_wrong"]) == (3, 7, 2)
+    of_two = [index < 13 for index, problem in enumerate(problems) if problem.steps == 2]
+    assert list(evaluation.by_kind) == [f"{steps} steps" for steps in sorted({one.steps for one in problems})]
+    assert evaluation.by_kind["2 steps"] == sum(of_two) / len(of_two)
+    counts = {kind: sum(f"{one.steps} steps" == kind for one in problems) for kind in evaluation.by_kind}
+    assert sum(share * counts[kind] for kind, share in evaluation.by_kind.items()) == pytest.approx(13)
     assert len({one.seed for one in oracle.params}) == 20
     assert {(one.max_tokens, one.temperature) for one in oracle.params} == {(50, 0.3)}
 

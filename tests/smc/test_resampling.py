@@ -209,6 +209,41 @@ def test_resample_batches_and_keys(method: str) -> None:
     assert sorted(smc.resample(key, jnp.zeros(6), "systematic").tolist()) == list(range(6))
 
 
+def variance_of_counts(method: str, weights: np.ndarray) -> np.ndarray:
+    """Var[offspring of i], every cell of the uniforms integrated."""
+    cells = pieces(method, weights)
+    got = np.asarray(jax.vmap(lambda u: offspring(method, u, jnp.asarray(weights)))(jnp.asarray([u for u, _ in cells])))
+    volumes = np.asarray([volume for _, volume in cells])
+    return volumes @ got.astype(float) ** 2 - (volumes @ got) ** 2
+
+
+@pytest.mark.parametrize("weights", [one for one in WEIGHTS if len(one) < 4], ids=str)
+def test_schemes_in_the_order_of_their_variances(weights: list[float]) -> None:
+    """Systematic is the least that any scheme can have, and multinomial is the binomial's N·W·(1 − W)."""
+    w = np.asarray(weights)
+    with jax.enable_x64(True):
+        found = {method: variance_of_counts(method, w) for method in smc.SCHEMES}
+    binomial = len(w) * w * (1 - w)
+    part = len(w) * w % 1  # counts of whole numbers with this mean vary by f·(1 − f) at least
+    np.testing.assert_allclose(found["multinomial"], binomial, atol=1e-12)
+    np.testing.assert_allclose(found["systematic"], part * (1 - part), atol=1e-12)
+    for method in ("stratified", "residual"):
+        assert (found[method] <= binomial + 1e-12).all()
+        assert (found["systematic"] <= found[method] + 1e-12).all()
+    if weights == WEIGHTS[0]:
+        assert found["stratified"].sum() < found["multinomial"].sum() - 0.1, "control: the orders are strict"
+
+
+def test_second_example_of_the_explainer() -> None:
+    """Of four particles one has weight .9, "copied roughly 3.6 times": 3 or 4 times, 3.6 in the mean."""
+    w = np.asarray([0.9, 0.1 / 3, 0.1 / 3, 0.1 / 3])
+    with jax.enable_x64(True):
+        cells = pieces("systematic", w)
+        got = np.asarray([offspring("systematic", jnp.asarray(u), jnp.asarray(w)) for u, _ in cells])
+    assert set(got[:, 0].tolist()) == {3, 4}
+    np.testing.assert_allclose(np.asarray([volume for _, volume in cells]) @ got[:, 0], 3.6, atol=1e-12)
+
+
 def test_resample_refuses_an_unknown_scheme() -> None:
     with pytest.raises(ValueError, match="systematic, stratified, multinomial, residual, or a Resampler, got 'other'"):
         smc.resample(jax.random.key(0), jnp.zeros(3), "other")
