@@ -16,6 +16,9 @@ from pathlib import Path
 
 from smcjax import __version__
 from smcjax.cli.failures import jax_settings
+from smcjax.cli.options import QUANTIZATIONS, one_decoder
+from smcjax.cli.parser import whole
+from smcjax.decoders import SMC
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +36,30 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
     parser = subparsers.add_parser("doctor", help="what this machine can do", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON line last")
+    group = parser.add_argument_group("memory of a pair, by its config.json alone")
+    group.add_argument("--model", metavar="MODEL", help="target, as of generate; its weights need not be here")
+    group.add_argument("--draft-model", metavar="MODEL", help="draft (none)")
+    group.add_argument(
+        "--decoding",
+        type=one_decoder,
+        nargs="+",
+        default=(SMC(),),
+        metavar="DECODER",
+        help="as 'SMC(n_particles=16)' 'SMC(n_particles=32)' (smc)",
+    )
+    group.add_argument("--max-model-len", type=whole(2, 1 << 20), default=2048, metavar="T", help="(2048)")
+    group.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's (none)")
+    group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (none)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints every finding; 0 if text can be generated here, else 1."""
+    if args.model is None and args.draft_model is not None:
+        raise ValueError("--draft-model is given and --model is not; give both, or neither.")
     findings = [_examined(check) for check in CHECKS]
+    if args.model is not None:
+        findings += _memory(args)
     width = max(len(finding.label) for finding in findings)
     for finding in findings:
         mark = "ok" if finding.ok else "FAIL" if finding.fatal else "note"
@@ -156,6 +177,29 @@ def _bundled_models() -> Finding:
         load_config(directory)
         sizes.append(f"{name} {(directory / 'model.safetensors').stat().st_size / 2**20:.1f} MiB")
     return Finding("bundled models", ", ".join(sizes))
+
+
+def _memory(args: argparse.Namespace) -> list[Finding]:
+    """What each decoder of the pair needs of this device, and for how many requests there is room."""
+    from smcjax.engine.load.loading import DEFAULT_PAGE_SIZE
+    from smcjax.engine.run.memory import device_memory, memory_needed
+    from smcjax.model.checkpoint import load_config, weights_dtype
+
+    named = {args.model: args.quantization}
+    named |= {} if args.draft_model is None else {args.draft_model: args.draft_quantization}
+    dtype = weights_dtype("auto").name
+    models = {dataclasses.replace(load_config(path), dtype=dtype): kind for path, kind in named.items()}
+    memory, found = device_memory(), []
+    for decoding in args.decoding:
+        need = memory_needed(models, decoding, args.max_model_len, DEFAULT_PAGE_SIZE)
+        room = need.requests(memory)
+        said = (
+            f"weights {need.weights / 2**30:.2f} GiB, KV of a request of {args.max_model_len:,} tokens "
+            f"{need.request / 2**30:.2f} GiB at most; room for {room:,} of {memory / 2**30:.0f} GiB"
+        )
+        hint = "" if room else "lower --max-model-len or the particles, or quantise"
+        found.append(Finding(f"memory, {decoding}", said, ok=room > 0, hint=hint))
+    return found
 
 
 CHECKS = (_versions, _host, _devices, _kernels, _donation, _compilation_cache, _bundled_models)

@@ -51,7 +51,7 @@ from smcjax.engine.requests.requests import (
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.engine.run.fair_lock import FairRLock, require_own_process
-from smcjax.engine.run.memory import Budget, choose_num_pages, memory_of_each, require_devices
+from smcjax.engine.run.memory import GPU_MEMORY_UTILIZATION, Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.run.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.run.runner import Runner
 from smcjax.engine.run.settings import require_settings
@@ -141,7 +141,7 @@ class LLM:
         page_size: int | None = None,
         implementation: Literal["auto", "xla"] = "auto",
         num_pages: int | None = None,
-        gpu_memory_utilization: float = 0.85,
+        gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
         enable_prefix_caching: bool = True,
         admission: Literal["worst_case", "optimistic"] = "worst_case",
         compile_at_start: bool | None = None,

@@ -13,6 +13,7 @@ import pytest
 from smcjax.cli import doctor
 from smcjax.cli.doctor import Finding
 from smcjax.model import hub
+from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result
 
 CHECKS = doctor.CHECKS
@@ -181,3 +182,20 @@ def test_wrong_usage_is_2(smcjax: Command, argv: list[str]) -> None:
     assert (result.code, result.out) == (2, "")
     assert len(result.err.splitlines()) == 1
     assert argv[-1] in result.err
+
+
+def test_the_memory_of_a_pair_is_said_before_it_is_loaded(smcjax: Command, pair: Pair) -> None:
+    """By the config alone, a line a decoder: KV goes by the particles."""
+    (Path(pair.target) / "model.safetensors").rename(Path(pair.target) / "elsewhere")
+    decoders = ("SMC(n_particles=8)", "SMC(n_particles=16)", "Rejection(gamma=4)")
+    asked = ("--model", pair.target, "--draft-model", pair.draft, "--max-model-len", "64")
+    result = smcjax("doctor", *asked, "--decoding", *decoders, "--json")
+    (Path(pair.target) / "elsewhere").rename(Path(pair.target) / "model.safetensors")
+    assert result.code == 0, result.err
+    found = json.loads(result.out.splitlines()[-1])[len(CHECKS) :]
+    assert [one["label"] for one in found] == [
+        *("memory, SMC, N=8, K=8, control 0.1", "memory, SMC, N=16, K=8, control 0.1", "memory, rejection, K=4")
+    ]
+    assert all("KV of a request of 64 tokens" in one["value"] and "; room for " in one["value"] for one in found)
+    refused = smcjax("doctor", "--draft-model", pair.draft)
+    assert (refused.code, refused.err.count("--draft-model is given and --model is not")) == (2, 1)

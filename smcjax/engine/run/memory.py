@@ -7,16 +7,20 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
+from smcjax.decoders import Decoding
 from smcjax.device import on_cpu
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
 from smcjax.quantization import QUANTIZATIONS
 
+GPU_MEMORY_UTILIZATION = 0.85  # share of a GPU that weights and KV may take
 CPU_KV_BYTES = 1 << 30  # default share of host memory; a GPU's share is a fraction of what the device has
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -108,6 +112,27 @@ class Budget:
             f"Memory, GiB of {self.device / 2**30:.2f}: weights {weights}{workspace}, KV {self.kv / 2**30:.2f} "
             f"({self.num_pages} pages of {self.page_size} tokens), left for scratch {self.left / 2**30:.2f}{scores}."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Bytes of a device's memory that a decoder of a pair needs, known before anything is loaded."""
+
+    weights: int
+    request: int  # KV of a request of `max_model_len` tokens whose rows diverge right after its first one
+
+    def requests(self, memory: int, utilization: float = GPU_MEMORY_UTILIZATION) -> int:
+        """The number of such requests that this share of so much memory has room for beside the weights."""
+        return max(0, int(memory * utilization) - self.weights) // self.request
+
+
+def memory_needed(
+    models: Mapping[ModelConfig, str | None], decoding: Decoding, max_model_len: int, page_size: int
+) -> Need:
+    """The memory that the decoder needs for models, each with its quantisation, in their configs' dtype."""
+    pages = Footprint.of(decoding, page_size).worst_case(1, max_model_len)
+    weights = sum(weight_bytes(config, quantization) for config, quantization in models.items())
+    return Need(weights, pages * sum(config.page_bytes(page_size) for config in models))
 
 
 def choose_num_pages(

@@ -10,10 +10,11 @@ import jax
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
+from smcjax.bench.shapes import SHAPES
 from smcjax.decoders import Decoding
 from smcjax.engine.load import loading
 from smcjax.engine.run import memory, programs
-from smcjax.engine.run.memory import buckets, choose_num_pages, device_memory
+from smcjax.engine.run.memory import buckets, choose_num_pages, device_memory, memory_needed, weight_bytes
 from smcjax.engine.run.runner import Runner
 from smcjax.engine.schedule.page_budget import Footprint
 from tests.checkpoints import Pair
@@ -222,3 +223,16 @@ def test_weight_bytes_are_those_of_the_arrays(pair: Pair) -> None:
         ):
             assert config is not None
             assert memory.weight_bytes(config) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def test_what_a_decoder_needs_is_known_before_anything_is_loaded() -> None:
+    """8B and 1B in bfloat16, N = 8: all weights, and KV of eight rows of 1,024 tokens that share their first page."""
+    models: dict[Any, str | None] = {SHAPES["llama-3.1-8b"]: None, SHAPES["llama-3.2-1b"]: None}
+    models = {dataclasses.replace(config, dtype="bfloat16"): None for config in models}
+    few, many = (memory_needed(models, SMC(rows, 8), 1024, 16) for rows in (8, 16))
+    assert few.weights == many.weights == sum(map(weight_bytes, models))
+    token = 2 * 2 * (32 * 8 * 128 + 16 * 8 * 64)  # keys and values of bfloat16, of both models
+    assert 8 * 1000 * token < few.request < 8 * 1100 * token
+    assert few.request < many.request < 2.1 * few.request
+    assert few.requests(few.weights * 2, utilization=1.0) == few.weights // few.request
+    assert few.requests(few.weights, utilization=1.0) == 0
