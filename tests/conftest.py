@@ -40,17 +40,11 @@ if worker and hasattr(os, "sched_setaffinity"):
 gc.set_threshold(100_000, 50, 100)
 
 # Before the first import of smcjax: the jaxtyping annotations of these modules become run-time checks. Modules that
-# define pytrees stay out, because JAX fills those with placeholders (`lower`, `eval_shape`, `in_axes`).
-CHECKED = (
-    "pallas.attention.reference",
-    "model.decoder",
-    "model.paged",
-    "decoding.prefill",
-    "decoding.sampling",
-    "smc.cycle",
-    "smc.lifecycle",
-)
-CHECKED += ("smc.control", "smc.resampling", "smc.weights")
+# define pytrees stay out, because JAX fills those with placeholders (`lower`, `eval_shape`, `in_axes`), and those whose
+# annotations name protocols, which nothing can check.
+CHECKED = ["pallas.attention.reference", "model.decoder", "model.paged", "decoding.prefill", "decoding.sampling"]
+CHECKED += ["rejection.rules", "smc.control", "smc.cycle", "smc.ending", "smc.lifecycle"]
+CHECKED += ["smc.pipelined", "smc.potential", "smc.resampling", "smc.weights"]
 install_import_hook([f"smcjax.{module}" for module in CHECKED], "beartype.beartype")
 
 import jax  # noqa: E402
