@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cycle_picture import draw_cycle
+
 from smcjax.device import KNOWN
 from smcjax.markdown import table
-from smcjax.viz.cycle import draw_cycle
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"

@@ -20,7 +20,6 @@ from smcjax.cli.bench_options import (
     DRAFTS,
     LENGTH,
     ROWS,
-    SHAPES,
     add_figures_options,
     add_shape_options,
     check_files,
@@ -41,9 +40,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
-    benchmarks = parser.add_commands(
-        "benchmark", "cycle|table|predict|acceptance|throughput|latency|engine|decoders|serve"
-    )
+    benchmarks = parser.add_commands("benchmark", "cycle|table|acceptance|throughput|latency|engine|decoders|serve")
 
     cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
@@ -70,22 +67,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     table.add_argument("--requests", type=BATCH, nargs="*", default=None, metavar="G", help="2 4 8 16 32")
     table.add_argument("--requests-context", type=LENGTH, default=1024, metavar="T", help="of several requests (1024)")
     table.set_defaults(run=run_table)
-
-    predicted = benchmarks.add_parser(
-        "predict", help="cycles of large targets on several devices, from measured pieces", description=__doc__
-    )
-    predicted.add_argument("--device", choices=("H100", "H200"), default="H200", help="(H200)")
-    predicted.add_argument("--devices", type=BATCH, nargs="+", default=None, metavar="n", help="1 2 4 8 16")
-    predicted.add_argument("--target-shapes", choices=SHAPES, nargs="+", default=None, help="70B and 405B")
-    predicted.add_argument("--draft-shape", choices=SHAPES, default="llama-3.2-1b", help="(llama-3.2-1b)")
-    predicted.add_argument("-N", "--n-particles", type=ROWS, default=8, help="particles (8)")
-    predicted.add_argument("--gammas", type=DRAFTS, nargs="+", default=[8, 16], metavar="K", help="draft tokens (8 16)")
-    predicted.add_argument(
-        "--collectives", choices=("auto", "xla"), default="auto", help="xla: all sums and gathers are XLA's (auto)"
-    )
-    add_figures_options(predicted)
-    add_debug_option(predicted)
-    predicted.set_defaults(run=run_predict)
 
     acceptance = benchmarks.add_parser(
         "acceptance", help="tokens/s of exact decoders over assumed acceptance rates, beside SMC", description=__doc__
@@ -185,28 +166,6 @@ def _compare(args: argparse.Namespace, speculation: Speculation) -> int:
     print(markdown(ran))
     write_figures(args, rows_of(ran), next((each.machine for each in ran if each.machine is not None), None))
     return 1 if ran[0].result is None or ran[1].result is None else 0
-
-
-def run_predict(args: argparse.Namespace) -> int:
-    """Prints one markdown table; runs nothing."""
-    check_files(args)
-    from smcjax.bench.predict import SIZES, TARGETS, Pieces, markdown, predictions
-    from smcjax.device import H100, H200
-
-    found = list(
-        predictions(
-            {"H100": H100, "H200": H200}[args.device],
-            targets=args.target_shapes or TARGETS,
-            draft=args.draft_shape,
-            sizes=args.devices or SIZES,
-            n_particles=args.n_particles,
-            gammas=args.gammas,
-            pieces=Pieces(peers=args.collectives != "xla"),
-        )
-    )
-    print(markdown(found))
-    write_figures(args, [dataclasses.asdict(each) for each in found], None)
-    return 0
 
 
 def run_table(args: argparse.Namespace) -> int:

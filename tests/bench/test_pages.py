@@ -10,9 +10,9 @@ from typing import Any
 
 import pages
 import pytest
+from cycle_picture import PARTS, draw_cycle, parts_of
 
 from smcjax.bench.cycle import CycleResult
-from smcjax.viz.cycle import PARTS, draw_cycle, parts_of
 
 
 def test_no_page_is_stale() -> None:

@@ -215,25 +215,6 @@ def test_bench_saves_on_request_only(smcjax: Command, monkeypatch: pytest.Monkey
     assert asked[3][0] == Models("llama-3.1-8b", "llama-3.2-1b")
 
 
-def test_bench_predict_prints_markdown_and_saves_it(smcjax: Command, tmp_path: Path) -> None:
-    saved, by_xla = str(tmp_path / "predicted.json"), str(tmp_path / "by_xla.json")
-    of_two = ("--devices", "2", "--gammas", "8")
-    result = smcjax("bench", "predict", *of_two, "--device", "H200", "--save", saved)
-    assert result.code == 0
-    lines = result.out.splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == [
-        "| llama-3.1-70b, target alone",
-        "| llama-3.1-70b, SMC, N=8, K=8",
-    ]
-    found = rows_of(saved)
-    assert [one["size"] for one in found] == [2, 2]
-    assert smcjax("bench", "predict", *of_two, "--collectives", "xla", "--save", by_xla).code == 0
-    for ours, theirs in zip(found, rows_of(by_xla), strict=True):
-        assert ours.pop("sum_seconds") < theirs.pop("sum_seconds")
-        assert ours["seconds"] < theirs["seconds"]
-        assert ours["weight_seconds"] == theirs["weight_seconds"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
