@@ -34,9 +34,7 @@ ASSUMPTION = (
 
 
 def acceptance_cases(
-    particles: Sequence[int],
-    gammas: Sequence[int],
-    candidates: Sequence[int],
+    decodings: Sequence[Decoding],
     *,
     requests: int = 1,
     context: int = 256,
@@ -45,15 +43,11 @@ def acceptance_cases(
     windows: int = 5,
     cycles: int = 16,
 ) -> list[Case]:
-    """The target alone; for each K rejection with one candidate, with several, and SMC. A number given twice is one."""
-    decodings: list[Decoding] = [Autoregressive()]
-    for gamma in dict.fromkeys(gammas):
-        decodings += [Rejection(gamma, n_candidates=n) for n in dict.fromkeys([1, *candidates])]
-        decodings += [SMC(n_particles=n, gamma=gamma, control=0) for n in dict.fromkeys(particles)]
+    """The target alone, and these decoders; one that is given twice is one."""
     case = functools.partial(
         synthetic_case, page_size=page_size, implementation=implementation, windows=windows, cycles=cycles
     )
-    return [case(decoding, requests, context) for decoding in decodings]
+    return [case(decoding, requests, context) for decoding in dict.fromkeys((Autoregressive(), *decodings))]
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:

@@ -17,9 +17,7 @@ from smcjax.cli import bench_engine, bench_serve
 from smcjax.cli.bench_options import (
     BATCH,
     CYCLES,
-    DRAFTS,
     LENGTH,
-    ROWS,
     add_figures_options,
     add_shape_options,
     check_files,
@@ -27,14 +25,25 @@ from smcjax.cli.bench_options import (
     shape_models,
     write_figures,
 )
-from smcjax.cli.options import add_debug_option, add_separate_option
+from smcjax.cli.options import add_debug_option, add_separate_option, one_decoder
 from smcjax.cli.parser import above, share, whole
-from smcjax.decoders import DECODINGS, Rejection
+from smcjax.decoders import DECODINGS, SMC, Rejection
 
 if TYPE_CHECKING:
     from smcjax.bench.cycle import Case, CycleResult
     from smcjax.bench.models import Models
     from smcjax.decoders import Speculation
+
+
+# What `bench acceptance` times where nothing is named.
+USUAL = tuple(
+    decoding
+    for gamma in (4, 8)
+    for decoding in (
+        *(Rejection(gamma), Rejection(gamma, n_candidates=8)),
+        *(SMC(n_particles=n, gamma=gamma, control=0) for n in (4, 8, 16)),
+    )
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -72,12 +81,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "acceptance", help="tokens/s of exact decoders over assumed acceptance rates, beside SMC", description=__doc__
     )
     _add_common_options(acceptance, cycles=16, sizes=False)
-    acceptance.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4, 8], metavar="K", help="draft tokens (4 8)")
     acceptance.add_argument(
-        "--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection, beside one candidate (8)"
-    )
-    acceptance.add_argument(
-        "--particles", type=ROWS, nargs="*", default=[4, 8, 16], metavar="N", help="SMC at control 0 (4 8 16)"
+        "--decoding",
+        type=one_decoder,
+        nargs="+",
+        default=USUAL,
+        metavar="DECODER",
+        help="beside the target alone (K = 4, 8: rejection with 1 and 8 candidates, SMC at control 0 with 4, 8, 16 "
+        "particles)",
     )
     acceptance.add_argument(
         "--acceptance",
@@ -195,9 +206,7 @@ def run_acceptance(args: argparse.Namespace) -> int:
     from smcjax.bench.acceptance import ASSUMPTION, acceptance_cases, markdown, rows_of
 
     cases = acceptance_cases(
-        args.particles,
-        args.gammas,
-        args.candidates,
+        args.decoding,
         requests=args.requests,
         context=args.context,
         **_how(args),

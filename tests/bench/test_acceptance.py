@@ -87,15 +87,11 @@ def test_the_rival() -> None:
 
 
 def test_cases() -> None:
-    cases = acceptance_cases([4, 8, 4], [2, 3, 2], [1, 5], requests=2, context=300)
-    assert [case.decoding for case in cases] == [
-        Autoregressive(),
-        *(Rejection(2), Rejection(2, n_candidates=5), SMC(4, 2, control=0), SMC(8, 2, control=0)),
-        *(Rejection(3), Rejection(3, n_candidates=5), SMC(4, 3, control=0), SMC(8, 3, control=0)),
-    ]
+    given = [Rejection(2), Rejection(2, n_candidates=5), SMC(4, 2, control=0)]
+    cases = acceptance_cases([*given, given[0]], requests=2, context=300)
+    assert [case.decoding for case in cases] == [Autoregressive(), *given]
     assert all(case.synthetic_kv and (case.groups, case.context) == (2, 300) for case in cases)
-    assert len(acceptance_cases([], [4], [])) == 2
-    (longest,) = {case.max_model_len for case in acceptance_cases([8], [64], [8])} - {1024}
+    (longest,) = {case.max_model_len for case in acceptance_cases([SMC(8, 64)])} - {1024}
     assert longest == 1792  # 256 + 1 + (4 + 16) · 65 = 1,557 tokens fit
 
 
@@ -122,7 +118,8 @@ def test_what_the_table_says() -> None:
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot, saved = tmp_path / "acceptance.svg", tmp_path / "acceptance.json"
-    small = ["--gammas", "2", "--candidates", "2", "--particles", "2", "--context", "8", "--windows", "1"]
+    small = ["--decoding", "Rejection(gamma=2)", "Rejection(gamma=2, n_candidates=2)"]
+    small += ["SMC(n_particles=2, gamma=2, control=0)", "--context", "8", "--windows", "1"]
     small += ["--cycles", "2", "--page-size", "4", "--bandwidth", "10", "--acceptance", "0.9", "0.25"]
     assert main(["bench", "acceptance", *SHAPES, *small, "--save", str(saved), "--plot", str(plot)]) == 0
     out, err = capsys.readouterr()
@@ -151,9 +148,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--acceptance", "0.5", "1.5"], "--acceptance: must be a number from 0 to 1, got 1.5"),
         (["--acceptance", "-0.1"], "--acceptance: must be a number from 0 to 1, got -0.1"),
         (["--acceptance", "nan"], "--acceptance: must be a number from 0 to 1, got nan"),
-        (["--gammas", "4", "65"], "--gammas: must be a whole number from 1 to 64, got 65"),
-        (["--particles", "0"], "--particles: must be a whole number from 1 to 1024, got 0"),
-        (["--candidates", "1025"], "--candidates: must be a whole number from 1 to 1024, got 1025"),
+        (
+            ["--decoding", "SMC()", "Rejection(gamma=65)"],
+            "--decoding: gamma must be a whole number from 1 to 64, got 65",
+        ),
         (["--requests", "0"], "--requests: must be a whole number from 1"),
         (["--plot", "x.txt"], "--plot must end in .svg, .png or .pdf, got x.txt"),
         (["--target-shape", "gpt-9"], "'gpt-9' is not one of llama-3.2-1b"),

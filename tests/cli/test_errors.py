@@ -142,7 +142,7 @@ USAGE: list[tuple[list[str], str]] = [
     (["bench", "latency", "--plot", "/tmp/x/"], "--plot must"),
     (["bench", "acceptance", "--acceptance", "1.01"], "--acceptance: must be a number from 0 to 1, got 1.01"),
     (["bench", "acceptance", "--acceptance", "high"], "--acceptance"),
-    (["bench", "acceptance", "--gammas"], "--gammas"),
+    (["bench", "acceptance", "--decoding"], "--decoding"),
     (["bench", "acceptance", "--plot", "/no/such/place/x.svg"], "--plot must lie in a directory"),
 ]
 
