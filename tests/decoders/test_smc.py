@@ -50,3 +50,11 @@ def test_a_part_beside_its_short_spelling_is_refused(name: str, spelling: tuple[
 def test_rejection_control_by_either_name_is_one_rule() -> None:
     assert str(SMC(control=0.2)) == "SMC, N=8, K=8, control 0.2"
     assert SMC(acceptance=RejectionControl(0.2)).ragged
+
+
+def test_decoders_that_differ_in_what_they_draw_have_other_words() -> None:
+    changes = ({}, {"power": 2.0}, {"draft_temperature": 0.5}, {"ess_threshold": 0.25}, {"resampling": "residual"})
+    said = [str(SMC(**change)) for change in changes]
+    assert len(set(said)) == len(said)
+    assert said[0] == "SMC, N=8, K=8, control 0.1"
+    assert said[3] == "SMC, N=8, K=8, control 0.1, threshold 0.25"
