@@ -44,7 +44,7 @@ class VirtualModel:
     def description(self) -> dict[str, Any]:
         """The decoder in replies."""
         decoding = self.decoding
-        numbers: dict[str, float | None] = {}
+        numbers: dict[str, float | str | None] = {}
         if isinstance(decoding, SMC):
             numbers = {
                 "n_particles": decoding.n_particles,
@@ -52,6 +52,7 @@ class VirtualModel:
                 "control": decoding.rejection_control,
             }
             numbers |= {"pipelined": True} if decoding.pipelined else {}
+            numbers |= {"select": "best"} if decoding.select == "best" else {}
         elif isinstance(decoding, Rejection):
             numbers = {"n_candidates": decoding.n_candidates, "gamma": decoding.gamma}
         return {"decoder": self.name, "decoding": decoding.name, "exact": decoding.exact, **numbers}

@@ -27,15 +27,19 @@ async function main() {
     const seen = { decoders: await page.locator("#model option").allTextContents() };
     seen.described = await page.textContent("#decoder");
     seen.focused = await page.evaluate(() => document.activeElement.id);
+    seen.bundled = [await page.isVisible("#bundled")];
+    await page.click("#more summary");
     seen.order = await tabbed(page);
 
     seen.live = await live(page);
     seen.law = await page.evaluate(law, seen.live.id);
     seen.aborted = await aborted(page);
+    seen.controlled = await controlled(page);
     await asText(page, seen);
     seen.trace = await opened(page, traceFile);
     seen.replayed = await replayed(page, seen.live.id);
     seen.themes = await themes(page);
+    seen.example = await example(page, seen);
     seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
 
     seen.work = await work(await browser.newPage({ viewport: { width: 1280, height: 900 } }), watched);
@@ -88,7 +92,7 @@ const drawn = (page) =>
 async function tabbed(page) {
   const found = [];
   await page.focus("#prompt");
-  for (let i = 0; i < 7; i++) {
+  for (let i = 0; i < 9; i++) {
     await page.keyboard.press("Tab");
     found.push(await page.evaluate(() => document.activeElement.id));
   }
@@ -136,7 +140,13 @@ async function live(page) {
     ink: [before, await page.evaluate(inked)],
     id: await page.inputValue("#request"),
     answer: await page.textContent("#certain"),
-    marked: await page.locator("#texts li.selected .text").textContent(),
+    marked: await page.locator("#texts li:first-child.selected .text").textContent(),
+    chosen: await page.textContent("#chosen"),
+    above: await page.evaluate(() => {
+      const [answer, form] = ["#answer", "#form"].map((id) => document.querySelector(id));
+      const size = (one) => parseFloat(getComputedStyle(one).fontSize);
+      return [answer.getBoundingClientRect().bottom - form.getBoundingClientRect().top, size(answer) / size(form)];
+    }),
     status: await page.textContent("#status"),
     label: await page.getAttribute("#tree", "aria-label"),
   };
@@ -170,6 +180,72 @@ async function aborted(page) {
   return page.textContent("#status");
 }
 
+/** What requests say of the control: none given, one given, and one given for an exact decoder; and the last's line. */
+async function controlled(page) {
+  const said = [];
+  const note = (request) => request.method() === "POST" && said.push(request.postDataJSON().smc);
+  page.on("request", note);
+  const asked = async () => {
+    await ask(page, "ab", 4);
+    await done(page);
+  };
+  await asked();
+  await page.fill("#control", "0.5");
+  await asked();
+  const names = await page.locator("#model option").allTextContents();
+  await page.selectOption("#model", names.find((name) => name.includes("autoregressive")));
+  const disabled = await page.isDisabled("#control");
+  await asked();
+  const chosen = await page.textContent("#chosen");
+  await page.selectOption("#model", names[0]);
+  await page.fill("#control", "");
+  page.off("request", note);
+  return { said, disabled, chosen };
+}
+
+/** The first example of a server whose pair bears the bundled pair's name, clicked. */
+async function example(page, seen) {
+  await page.route("**/v1/models", renamed);
+  await page.fill("#key", "k");
+  await page.press("#key", "Tab");
+  await page.waitForSelector("#bundled", { state: "visible" });
+  seen.bundled.push(await page.locator("#bundled p").textContent());
+  const contentType = "text/event-stream"; // the tests' pair has no room for an example
+  await page.route("**/v1/*/completions", (route) => route.fulfill({ contentType, body: "data: [DONE]\n\n" }));
+  const asking = page.waitForRequest((request) => request.method() === "POST");
+  await page.locator(".example").first().click();
+  const request = await asking;
+  await done(page);
+  return [await page.locator(".example").allTextContents(), request.postDataJSON()];
+}
+
+async function renamed(route) {
+  const { data } = await (await route.fetch()).json();
+  data[0].id = "bundled";
+  await route.fulfill({ json: { object: "list", data } });
+}
+
+/** The whole of the run that is open: its label, the ink on its eighths, and where clicks on it lead. */
+async function overview(page) {
+  await drawn(page);
+  const label = await page.getAttribute("#whole", "aria-label");
+  const ink = await page.evaluate(() => {
+    const canvas = document.querySelector("#whole");
+    const pen = canvas.getContext("2d");
+    const wide = Math.floor(canvas.width / 8);
+    return [...Array(8).keys()].map((i) => pen.getImageData(i * wide, 0, wide, canvas.height).data.some(Boolean));
+  });
+  const box = await page.locator("#overview").boundingBox();
+  const middles = [];
+  for (const share of [0.25, 0.75]) {
+    await page.mouse.click(box.x + share * box.width, box.y + box.height / 2);
+    await drawn(page);
+    const seen = await page.locator("#window").boundingBox();
+    middles.push((seen.x + seen.width / 2 - box.x) / box.width);
+  }
+  return { label, ink, middles };
+}
+
 async function opened(page, file) {
   await page.locator(".stored").evaluate((details) => (details.open = true));
   await page.evaluate(() => (document.querySelector("#status").textContent = ""));
@@ -180,6 +256,7 @@ async function opened(page, file) {
     status: await page.textContent("#status"),
     answer: await page.textContent("#certain"),
     evidence: await page.textContent("#fact-evidence"),
+    overview: await page.isVisible("#overview"),
     texts: await page.locator("#texts .text").allTextContents(),
   };
 }
@@ -243,6 +320,7 @@ async function work(page, watched) {
   const events = longRun({ particles: 64, cycles: 300 });
   const buffer = Buffer.from(events.map((event) => JSON.stringify(event)).join("\n"));
   await opened(page, { name: "long.jsonl", mimeType: "application/jsonl", buffer });
+  const whole = await overview(page);
   const session = await page.context().newCDPSession(page);
   await session.send("Performance.enable");
   const layouts = async () => {
@@ -260,7 +338,7 @@ async function work(page, watched) {
   };
   const found = await told();
   await page.evaluate(mistaken);
-  return { ...found, mistaken: await told() };
+  return { ...found, whole, mistaken: await told() };
 }
 
 /** In the page: `scrubbed(count)` shows so many columns in a frame; `cost(count)` counts what is done for it. */

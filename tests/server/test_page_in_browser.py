@@ -127,9 +127,47 @@ def test_it_ends_with_the_answer(seen: dict[str, Any]) -> None:
     live, expected = seen["live"], seen["expected"]
     answer = expected["choices"][0]["text"]
     assert live["answer"] == answer
-    assert live["marked"] == f"answered {answer}"
+    assert live["marked"] == f"the answer, drawn {answer}"
     assert f"{expected['smc']['cycles']} cycles" in live["status"]
     assert f"particle {expected['smc']['selected']} answered" in live["label"]
+
+
+def test_the_answer_stands_first_and_says_how_it_was_chosen(seen: dict[str, Any]) -> None:
+    """Above the form in larger letters, with the weight of its text; without a population no weight is told."""
+    live, expected = seen["live"], seen["expected"]
+    answer, particles = expected["choices"][0]["text"], expected["smc"]["particles"]
+    weight = 100 * sum(one["weight"] for one in particles if one["text"] == answer)
+    share = f"{weight:.{int(weight < 9.95)}f}%"
+    assert live["chosen"] == f"drawn from {len(particles)} particles; this text had weight {share}"
+    below, larger = live["above"]
+    assert below < 0
+    assert larger > 1.2
+    assert seen["controlled"]["chosen"] == ""
+
+
+def test_the_whole_run_is_in_view(seen: dict[str, Any]) -> None:
+    """Over a run wider than its window, and a click leads there; a run that fits has none."""
+    whole = seen["work"]["whole"]
+    assert whole["label"].startswith("The whole run: 300 cycles, resampled after ")
+    assert all(whole["ink"])
+    assert whole["middles"] == pytest.approx([0.25, 0.75], abs=0.01)
+    assert seen["trace"]["overview"]
+    assert not seen["run"]["overview"]
+
+
+def test_a_control_is_sent_where_there_are_weights(seen: dict[str, Any]) -> None:
+    told = seen["controlled"]
+    assert told["said"] == [{"events": True}, {"events": True, "control": 0.5}, {"events": True}]
+    assert told["disabled"]
+
+
+def test_the_bundled_pair_has_examples(seen: dict[str, Any]) -> None:
+    """A click asks one; another pair has neither them nor the sentence."""
+    assert seen["bundled"][0] is False
+    assert "word problems" in seen["bundled"][1]
+    texts, request = seen["example"]
+    assert len(texts) == 3
+    assert texts[0] == (request.get("prompt") or request["messages"][-1]["content"])
 
 
 def test_its_history_is_that_of_the_population(seen: dict[str, Any]) -> None:
@@ -152,7 +190,7 @@ def test_escape_stops_it(seen: dict[str, Any]) -> None:
 def test_markup_stays_text(seen: dict[str, Any]) -> None:
     assert seen["turn"] == TAG
     assert seen["run"]["answer"] == TAG
-    assert seen["run"]["texts"] == [f"answered {TAG}", "b"]
+    assert seen["run"]["texts"] == [f"the answer {TAG}", "b"]
     assert seen["images"] == 0
     assert seen["title"] == "smcjax"
     assert seen["controls"]["images"] == 1
@@ -188,7 +226,8 @@ def test_a_frame_costs_the_same_however_long_the_run_is(seen: dict[str, Any]) ->
 
 def test_keys_reach_everything_in_order(seen: dict[str, Any]) -> None:
     assert seen["focused"] == "prompt"
-    assert seen["order"] == ["send", "model", "max_tokens", "temperature", "seed", "key", "scroller"]
+    fields = ["max_tokens", "temperature", "seed", "control", "key"]
+    assert seen["order"] == ["send", "model", "", *fields, "scroller"]  # the nameless one folds the fields away
 
 
 def test_decoders_are_offered(seen: dict[str, Any]) -> None:

@@ -2,12 +2,14 @@
 
 import { answer, eventsOf, listModels, Refused } from "./api.js";
 import { History } from "./history.js";
+import { Overview } from "./overview.js";
 import { fromEvents, read, take, written } from "./stored.js";
 import { Tree } from "./tree.js";
-import { figure, groups, showFacts, showTexts } from "./view.js";
+import { chosen, figure, groups, showFacts, showTexts } from "./view.js";
 
 const at = (id) => document.getElementById(id);
 const tree = new Tree(at("scroller"), at("spacer"), at("tree"));
+const overview = new Overview(at("overview"), at("whole"), at("window"), tree);
 const FRAME = 120; // milliseconds of a cycle that is played again
 
 let models = [];
@@ -19,6 +21,7 @@ let pointed = null; // the row that the reader points at
 let playing = null; // the timer of a run that is shown again
 let certain = ""; // the answer as far as it is told
 let turns = []; // a chat's messages
+let how; // how the answer was chosen: "drawn", "the heaviest", or unknown
 
 // ------------------------------------------------------------------------------------------------ showing
 
@@ -36,6 +39,7 @@ function refresh() {
 
 function show() {
   at("certain").textContent = certain;
+  at("chosen").textContent = running ? "" : chosen(history, how);
   const count = history.columns.length;
   at("empty").hidden = count > 0;
   at("scrub").disabled = at("play").disabled = at("save").disabled = count === 0;
@@ -48,9 +52,10 @@ function show() {
   const ended = history.isEnd(shown);
   const traced = pointed !== null && pointed < history.particles ? pointed : ended ? history.selected : null;
   tree.show(history, shown, traced);
+  overview.show(history.isEnd(count) && history.particles > 1 ? history : null);
   if (playing) tree.follow();
   showFacts(history, shown);
-  showTexts(history, shown, point);
+  showTexts(history, shown, point, how ? `the answer, ${how}` : "the answer");
   at("tentative").textContent = running ? tentative() : "";
   describe();
 }
@@ -81,12 +86,13 @@ function say(text, wrong = false) {
 
 function reset() {
   history = new History();
-  [certain, live, pointed, shown] = ["", true, null, 0];
+  [certain, live, pointed, shown, how] = ["", true, null, 0, undefined];
   at("texts").replaceChildren();
   at("tentative").textContent = "";
   for (const one of document.querySelectorAll("#facts dd")) one.textContent = "–";
   at("tree").setAttribute("aria-label", "No particles yet");
   tree.clear();
+  overview.show(null);
   stopPlaying();
   refresh();
 }
@@ -104,7 +110,7 @@ function body(prompt) {
     temperature: number("temperature"),
     seed: number("seed"),
     stream: true,
-    smc: { events: true },
+    smc: { events: true, control: at("control").disabled ? undefined : number("control") },
   };
 }
 
@@ -115,6 +121,7 @@ async function send() {
   const request = body(prompt);
   reset();
   const mine = busy(new AbortController());
+  at("answer").scrollIntoView({ block: "nearest" });
   if (chat) {
     showTurns(request.messages);
     at("prompt").value = "";
@@ -152,6 +159,8 @@ function receive(chunk) {
   }
   if (choice?.finish_reason) {
     if (smc?.particles) history.end(smc);
+    how = smc?.select === "best" ? "the heaviest" : "drawn";
+    at("more").open ||= Boolean(smc?.warning); // which advises a control
     const parts = [`Ended by ${choice.finish_reason}`];
     if (smc?.cycles !== undefined) parts.push(`${smc.cycles} cycles`, `${smc.resamples} resamplings`);
     if (smc?.routed) parts.push(`answered by ${chunk.model}: ${smc.routed}`);
@@ -165,7 +174,9 @@ function receive(chunk) {
 function failed(error) {
   if (error.name === "AbortError") say("Stopped.");
   else say(error instanceof Refused ? error.message : `The answer broke off: ${error.message}`, true);
-  if (error.status === 401) at("key").focus();
+  if (error.status !== 401) return;
+  at("more").open = true;
+  at("key").focus();
 }
 
 function busy(controller) {
@@ -217,12 +228,15 @@ async function fillModels() {
   at("model").replaceChildren(...listed.map((model) => new Option(model.id, model.id)));
   if (listed.some((model) => model.id === before)) at("model").value = before;
   if (at("status").classList.contains("wrong")) say("");
+  at("bundled").hidden = own[0]?.id !== "bundled";
   describeModel();
 }
 
 function describeModel() {
   const smc = models.find((model) => model.id === at("model").value)?.smc;
   if (!smc) return;
+  at("control").disabled = smc.exact;
+  at("control").placeholder = smc.exact ? "none" : `${smc.control ?? "the decoder's"}`;
   const parts = [];
   if (smc.n_particles) parts.push(`N = ${smc.n_particles} particles`);
   if (smc.n_candidates > 1) parts.push(`${smc.n_candidates} candidates`);
@@ -323,7 +337,27 @@ function switchTheme() {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
+  restyle();
+}
+
+function restyle() {
   tree.restyle();
+  overview.redraw();
+}
+
+/** Shows all of the run, and there what was pointed at in its overview. */
+function visit(event) {
+  if (event.type === "pointermove" && !event.buttons) return;
+  stopPlaying();
+  live = true;
+  const place = overview.placeOf(event.clientX);
+  refresh();
+  requestAnimationFrame(() => tree.goTo(place));
+}
+
+function tryExample({ target }) {
+  at("prompt").value = target.textContent;
+  send();
 }
 
 at("form").addEventListener("submit", (event) => {
@@ -343,7 +377,9 @@ at("clear").addEventListener("click", clear);
 at("model").addEventListener("change", describeModel);
 at("key").addEventListener("change", fillModels);
 at("theme").addEventListener("click", switchTheme);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => tree.restyle());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
+for (const type of ["pointerdown", "pointermove"]) at("overview").addEventListener(type, visit);
+for (const example of document.querySelectorAll(".example")) example.addEventListener("click", tryExample);
 at("play").addEventListener("click", play);
 at("scrub").addEventListener("input", scrub);
 at("file").addEventListener("change", openFile);

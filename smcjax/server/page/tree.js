@@ -67,6 +67,18 @@ export class Tree {
     this.redraw();
   }
 
+  /** The width of the whole run. */
+  end() {
+    const last = this.places.at(-1);
+    return last ? last.x + last.width + TAIL : 0;
+  }
+
+  /** Scrolls so that this place is in the middle of the window. */
+  goTo(place) {
+    this.following = false;
+    this.scroller.scrollLeft = place - this.width / 2;
+  }
+
   /** Scrolls so that the last column is seen. */
   follow() {
     this.following = true;
@@ -143,6 +155,7 @@ export class Tree {
       this.following = false;
     }
     const { from } = this;
+    this.moved?.();
     pen.translate(-from, 0);
     const seen = this._seen(from, from + width);
     for (const t of seen) this._edges(t);

@@ -22,7 +22,7 @@ export function showFacts(history, count) {
   at("fact-evidence").textContent = figure(history.evidenceAt(count));
 }
 
-/** The population's different texts, the heaviest first: {text, weight, rows, selected}. */
+/** The population's different texts, the answered one first, then by weight: {text, weight, rows, selected}. */
 export function groups(history, count) {
   const texts = history.textsAt(count);
   if (!texts) return [];
@@ -35,16 +35,26 @@ export function groups(history, count) {
     group.selected ||= history.isEnd(count) && row === history.selected;
     found.set(text, group);
   });
-  return [...found.values()].sort((a, b) => b.weight - a.weight || a.rows[0] - b.rows[0]);
+  return [...found.values()].sort((a, b) => b.selected - a.selected || b.weight - a.weight || a.rows[0] - b.rows[0]);
 }
 
+/** How the answer of a run was chosen: a sentence, or nothing before the end and where there was no choice. */
+export function chosen(history, how = "one") {
+  const count = history.columns.length;
+  if (!history.isEnd(count) || history.particles < 2) return "";
+  const [{ weight }] = groups(history, count);
+  return `${how} ${how === "drawn" ? "from" : "of"} ${history.particles} particles; this text had weight ${percent(weight)}`;
+}
+
+const percent = (weight) => `${(100 * weight).toFixed(weight < 0.0995 ? 1 : 0)}%`;
+
 /** The list of these texts. `trace(row)` is called with the row that is pointed at, and with null afterwards. */
-export function showTexts(history, count, trace) {
+export function showTexts(history, count, trace, badge) {
   const list = at("texts");
   const found = groups(history, count).filter((group, index) => index < MAX_TEXTS || group.selected);
   const common = found.length > 1 ? commonStart(found.map((group) => group.text)) : 0;
   const colours = history.columns[count - 1].coloursAfter;
-  found.forEach((group, index) => fill(list.children[index] ?? list.appendChild(item(trace)), group, common, colours));
+  found.forEach((group, index) => fill(list.children[index] ?? list.appendChild(item(trace)), group, common, colours, badge));
   while (list.children.length > found.length) list.lastChild.remove();
   const focused = [...list.children].find((one) => one === document.activeElement);
   [...list.children].forEach((one, index) => (one.tabIndex = one === focused || (!focused && index === 0) ? 0 : -1));
@@ -71,14 +81,13 @@ function item(trace) {
   return one;
 }
 
-function fill(one, { text, weight, rows, selected }, common, colours) {
+function fill(one, { text, weight, rows, selected }, common, colours, badge) {
   const [share, words] = one.children;
-  const percent = `${(100 * weight).toFixed(weight < 0.0995 ? 1 : 0)}%`;
-  share.firstChild.data = rows.length > 1 ? `${percent}  ×${rows.length}` : percent;
+  share.firstChild.data = rows.length > 1 ? `${percent(weight)}  ×${rows.length}` : percent(weight);
   const bar = share.lastChild;
   bar.style.width = `${Math.max(2, 100 * weight)}%`;
   bar.style.background = `var(--family-${colours[rows[0]]})`;
-  words.children[0].textContent = selected ? "answered " : "";
+  words.children[0].textContent = selected ? `${badge} ` : "";
   words.children[1].textContent = text.slice(0, common);
   words.lastChild.data = text.slice(common) || (common ? "" : "(nothing)");
   one.className = selected ? "selected" : "";
