@@ -7,14 +7,12 @@ the row that it was copied from (or simply was) one column earlier. What still h
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import unicodedata
 import warnings
 from pathlib import Path
 from typing import Any
 
-import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,7 +24,22 @@ from matplotlib.path import Path as Curve
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from smcjax.viz.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
-from smcjax.viz.trace_file import TraceFile, write_atomically
+from smcjax.viz.picture import (
+    ANSWER,
+    BASE,
+    FAINT,
+    FAMILY,
+    INK,
+    LARGE,
+    MUTED,
+    PANEL,
+    RULE,
+    SMALL,
+    TRUNK,
+    styled,
+    write_figure,
+)
+from smcjax.viz.trace_file import TraceFile
 
 
 def normalise(log_weights: np.ndarray) -> np.ndarray:
@@ -76,44 +89,12 @@ def excerpt(text: str, columns: int, lines: int) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------- drawing
 
-# Okabe and Ito's hues first, told apart under every common colour blindness, then others between them; vermilion is
-# kept for the answer alone. Families lie apart, so that place tells them where hue does not.
-FAMILY = (
-    "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#6F5BA7",
-    "#7B8C1C", "#8A5440", "#0A8088", "#A31F6B", "#3A46A8", "#7CC36A",
-)  # fmt: skip
-ANSWER, TRUNK, FAINT, RULE, INK, MUTED, PANEL = (
-    "#D55E00", "#59636F", "#CDD3DA", "#AEB6C0", "#20262E", "#5F6873", "#F4F6F9",
-)  # fmt: skip
 IMPOSSIBLE, UNKNOWN = "#F0A878", "#20262E"
 WEIGHTS = LinearSegmentedColormap.from_list("weights", ["#EDF3F8", "#9CC5DF", "#2F7FB8", "#08305C"])
-SMALL, BASE, LARGE = 8.0, 9.0, 12.0
 MAX_LABELLED_PARTICLES = 48  # particles whose final weights are written: of more, rows are lower than a line of text
-FONT = "DejaVu Sans"
-FONTS = f"'{FONT}', Verdana, system-ui, sans-serif"  # of an SVG: where the first is missing, Verdana is as wide
-STYLE: dict[str, Any] = {
-    "font.family": [FONT],
-    "font.size": BASE,
-    "text.color": INK,
-    "text.parse_math": False,  # a prompt may hold dollars
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": BASE,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": RULE,
-    "ytick.color": RULE,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "xtick.labelsize": SMALL,
-    "ytick.labelsize": SMALL,
-    "legend.fontsize": SMALL,
-    "svg.fonttype": "none",  # text stays text: small, searchable, in any script
-    "svg.hashsalt": "smcjax",
-}
 
 
+@styled
 def draw(trace: TraceFile, path: str | os.PathLike[str]) -> None:
     """Draws to `path`, an .svg or .png by its name. The same trace gives the same bytes.
 
@@ -122,16 +103,9 @@ def draw(trace: TraceFile, path: str | os.PathLike[str]) -> None:
     kind = Path(path).suffix.lower().removeprefix(".")
     if kind not in ("svg", "png"):
         raise ValueError(f"{path} is neither .svg nor .png; name the picture with one of these endings.")
-    buffer = io.BytesIO()
-    # "default" first: the user's own matplotlibrc must not change the picture.
-    with matplotlib.style.context(["default", STYLE]), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a script that the font lacks shows as boxes
-        metadata = {"Date": None, "Title": _name(trace)} if kind == "svg" else None
-        _figure(trace).savefig(buffer, format=kind, dpi=160, metadata=metadata, facecolor="white")
-    drawn = buffer.getvalue()
-    if kind == "svg":
-        drawn = drawn.replace(f"'{FONT}'".encode(), FONTS.encode())
-    write_atomically(path, drawn)
+        write_figure(_figure(trace), Path(path), _name(trace))
 
 
 def _name(trace: TraceFile) -> str:

@@ -6,30 +6,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from smcjax.viz.picture import write_figure
+from smcjax.viz.picture import colour_of, label_right, log_ticks, new_figure, styled, write_figure
 
 NAMES = {"ttft": "first token a reader gets", "first_cycle": "first tokens drawn", "e2el": "whole request"}
 
 
+@styled
 def draw_latency(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Median and 99th percentile of each latency over the requests per second that were completed, to a file.
 
     `results` are `smcjax.bench.serving.figures`; the suffix of `path` says the format.
     """
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5, finding(results))
     axes = figure.subplots()
+    results = sorted(results, key=lambda one: one["request_throughput"])
     rates = [one["request_throughput"] for one in results]
+    labels = []
     for number, (name, label) in enumerate(NAMES.items()):
-        colour = f"C{number}"
-        axes.plot(rates, [one[f"median_{name}_ms"] for one in results], "o-", color=colour, label=f"{label}, median")
-        axes.plot(rates, [one[f"p99_{name}_ms"] for one in results], "x:", color=colour, label="p99")
+        for statistic, line in (("median", "o-"), ("p99", "x:")):
+            values = [one[f"{statistic}_{name}_ms"] for one in results]
+            axes.plot(rates, values, line, color=colour_of(number))
+            labels.append((values[-1], f"{label}, {statistic}", colour_of(number)))
     axes.set_xlabel("requests a second")
     axes.set_ylabel("ms")
     axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-    write_figure(figure, path)
+    log_ticks(axes.yaxis)
+    axes.grid()
+    label_right(axes, labels)
+    write_figure(figure, path, finding(results))
+
+
+def finding(results: Sequence[dict[str, Any]]) -> str:
+    """The title: what the highest load adds to whole requests, by their 99th percentile."""
+    least, most = (pick(results, key=lambda one: one["request_throughput"]) for pick in (min, max))
+    low, high = least["p99_e2el_ms"], most["p99_e2el_ms"]
+    rate = f"{most['request_throughput']:.3g} requests a second"
+    if len(results) == 1:
+        return f"99% of requests end within {high:,.0f} ms at {rate}"
+    return f"99% of requests end within {high:,.0f} ms at {rate}, {low:,.0f} ms at {least['request_throughput']:.3g}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from smcjax.server.app import PAGE
-from smcjax.viz.draw import ANSWER, FAMILY
+from smcjax.viz.picture import ANSWER, FAMILY
 from tests.server.conftest import Running
 
 FILES = sorted(path.name for path in PAGE.iterdir())

@@ -21,8 +21,9 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from smcjax.viz.draw import ANSWER, MAX_LABELLED_PARTICLES, STYLE, _figure, draw, excerpt, normalise
+from smcjax.viz.draw import MAX_LABELLED_PARTICLES, _figure, draw, excerpt, normalise
 from smcjax.viz.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
+from smcjax.viz.picture import ANSWER, STYLE
 from smcjax.viz.trace_file import TraceFile
 from tests.traces import history, random_ancestors
 
