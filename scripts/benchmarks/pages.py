@@ -83,6 +83,18 @@ def _cells(row: Record) -> tuple[str, ...]:
     return f"{row['ms']:.2f}", f"{row['tokens_per_second']:,.0f}", share(weights), share(row.get("roofline_fraction"))
 
 
+def decoders(made: Record) -> str:
+    """Decoders of `bench decoders`, each beside the first one."""
+    rows = []
+    for number, row in enumerate(made["rows"]):
+        low, middle, high = (100 * row[name] for name in ("difference_low", "difference", "difference_high"))
+        ess = "–" if row["mean_ess"] is None else f"{row['mean_ess']:.2f}"
+        difference = f"{middle:+.1f} ({low:+.1f} to {high:+.1f})" if number else "–"
+        rows.append((row["decoder"], share(row["accuracy"]), difference, f"{row['tokens_per_cycle']:.2f}", ess))
+    heads = ["decoder", "accuracy", "minus the first row, points", "tokens a cycle", "mean ESS"]
+    return f"{table(heads, rows)}\n\n{run_of(made)}"
+
+
 def plain(made: Record) -> str:
     """Rows as they are."""
     return table(made["heads"], made["rows"])
@@ -122,7 +134,13 @@ def rivals(published: Record) -> str:
     return table(heads, rows)
 
 
-TABLES: dict[str, Callable[..., str]] = {"cycles": cycles, "plain": plain, "dated": dated, "rivals": rivals}
+TABLES: dict[str, Callable[..., str]] = {
+    "cycles": cycles,
+    "decoders": decoders,
+    "plain": plain,
+    "dated": dated,
+    "rivals": rivals,
+}
 
 
 def figured(text: str) -> str:
