@@ -29,7 +29,8 @@ def names_unknown[K: type](kind: K) -> K:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known:
-                raise TypeError(f"{kind.__name__} has no argument {name}{did_you_mean(name, known) or '.'}")
+                near = did_you_mean(name, known) or f"; it has {', '.join(known)}."
+                raise TypeError(f"{kind.__name__} has no argument {name}{near}")
         made(self, *args, **kwargs)
 
     kind.__init__ = init  # type: ignore[misc]

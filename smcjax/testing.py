@@ -197,7 +197,8 @@ def _check_resampler(rule: Resampler, rng: np.random.Generator) -> None:
         offspring = jax.vmap(lambda u, w=weights: rule.offspring(u, w))(grid)
         assert (offspring >= 0).all(), "numbers of offspring must not be negative"
         assert (offspring.sum(axis=1) == n).all(), "numbers of offspring must sum to N"
-        _close(offspring.mean(axis=0), n * weights, "the mean number of offspring must be N·W")
+        law = "the mean number of offspring must be N·W, on a grid for schemes that compare uniforms with sums of W"
+        _close(offspring.mean(axis=0), n * weights, law)
         squeezed = jax.vmap(lambda u, w=weights: rule.offspring(0.75 * u, w))(grid)
         _seen(squeezed.mean(axis=0), n * weights, "uniforms that stop at 3/4")
 

@@ -23,6 +23,8 @@ _NONE = {", or None, got": ", got", ", or None to": ", or be left out to"}  # wh
 
 def in_options(text: str, options: Collection[str]) -> str:
     """The sentence with `options`, names such as "max_tokens" of a command that has --max-tokens, in place of names."""
+    if " has no argument " in text:  # of a decoder that is written as in Python
+        return text
     renamed = {name: option for name, option in _RENAMED.items() if option in options}
     if "json_schema" in options:
         text = re.sub(r"\bresponse_format\b", "the form of the answer", text)

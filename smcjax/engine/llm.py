@@ -80,8 +80,8 @@ class LLM:
         draft_model: likewise the draft, of the same tokenizer; the directory of an EAGLE-3 head made for the target; or
             "ngram", which looks the newest tokens up in the text before them, for `Rejection`. `Autoregressive` does
             not read it.
-        revision, draft_revision: branch, tag or commit of a hub id; None: the latest of its main branch. A draft from
-            the target's own hub id has the target's.
+        revision: branch, tag or commit of the target's hub id; None: the latest of its main branch.
+        draft_revision: likewise of the draft's; a draft from the target's own hub id has the target's.
         draft_drop_layers: layers, counted from 0, that the draft does without; `draft_model` None then means the
             target, whose other weights are shared.
         decoding: `SMC(...)`, `Rejection(...)` or `Autoregressive()`, which then answers every request or refuses it; or
@@ -89,9 +89,10 @@ class LLM:
             and `Rejection()` with the same draft the rest (temperature 0, top_k, top_p, penalties, biases); without a
             draft the target alone answers all. `RequestOutput.decoding` says which one did.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
-        quantization, draft_quantization: "int8" or "float8" keeps the target's, the draft's matrices in eight bits a
-            number with a scale a row, made when they are loaded, or as a directory stores them; KV stays in `dtype`,
-            and with "int8" activations do (`smcjax.quantization`).
+        quantization: "int8" or "float8" keeps the target's matrices in eight bits a number with a scale a row, made
+            when they are loaded, or as a directory stores them; KV stays in `dtype`, and with "int8" activations do
+            (`smcjax.quantization`).
+        draft_quantization: likewise the draft's.
         max_model_len: prompt and generated tokens of a request at most; None: 2048, or what the models allow if less.
         max_num_seqs: requests (not particles) in one batch.
         page_size: tokens in a KV page, 1 to 128; None: 16, or 128 where kernels read a sparse target in groups, which

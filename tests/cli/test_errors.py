@@ -68,7 +68,7 @@ USAGE: list[tuple[list[str], str]] = [
     (["eval", "--task", "recall", "--model", "m", "--context", "100"], "--context must be at least 256"),
     ([*GENERATE, "--quantization", "int4"], "is not one of int8, float8; did you mean int8?"),
     ([*GENERATE, "--draft-quantization", "q4"], "is not one of int8, float8"),
-    ([*WRITTEN, "SMC(tree=(4, 2))"], "SMC has no argument tree."),
+    ([*WRITTEN, "SMC(tree=(4, 2))"], "SMC has no argument tree; it has n_particles, gamma,"),
     ([*WRITTEN, "Rejection(tree=(-1, 1))"], "got 1 for node 1; number parents before their children"),
     ([*WRITTEN, "Rejection(tree=(4, 0))"], "tree must be children per depth, as (4, 2, 1), or every node's parent"),
     ([*WRITTEN, "Rejection(tree=(4, 2))", "-K", "4"], "--gamma is 4 and the tree is 2 deep; leave --gamma out."),
@@ -87,7 +87,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--page-size", "0"], "argument --page-size: must be a whole number from 1 to 128, got 0"),
     (["serve", "--num-pages", "1"], "argument --num-pages: must be a whole number from 2 to 1073741824, got 1"),
     ([*GENERATE, "--decoding", "beam"], "--decoding"),
-    ([*WRITTEN, "auto(early_end=True)"], "Auto has no argument early_end."),
+    ([*WRITTEN, "auto(early_end=True)"], "Auto has no argument early_end; it has n_particles, gamma,"),
     (
         [*GENERATE, "--decoding", "auto", "-N", "0"],
         "error: --n-particles must be a whole number from 1 to 1024",

@@ -216,7 +216,7 @@ def test_what_is_refused_before_anything_is_loaded(capfd: pytest.CaptureFixture[
         (["--api-key-file", str(empty)], "holds no key"),
         (["--api-key-file", "/dev/zero"], endless),
         (["--also", "Beam(n=3)"], "argument --also: must be smc, rejection, autoregressive, or one with options"),
-        (["--also", "SMC(x=3)"], "argument --also: SMC has no argument x; see"),
+        (["--also", "SMC(x=3)"], "argument --also: SMC has no argument x; it has n_particles, gamma,"),
         (["--also", "SMC(gamma=0)"], "argument --also: gamma must be a whole number from 1 to 64, got 0; see"),
         (["--port", "70000"], "must be a whole number from 0 to 65535"),
         (["--decoding", "autoregressive", "-N", "4"], "--n-particles is an option of"),
