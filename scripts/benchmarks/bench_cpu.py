@@ -19,9 +19,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smcjax.bench.record import save, this_machine
-from smcjax.cli.bench_options import add_save_option, check_files
-
 
 class Case(NamedTuple):
     """A workload: requests at once, tokens of each prompt, tokens of each answer, the limit of a sequence."""
@@ -70,6 +67,10 @@ def serve(model: str, kind: str) -> None:
 
 def main() -> None:
     """Runs all processes by turns and prints a table."""
+    # Here, as the baseline imports `CASES` where there is no JAX.
+    from smcjax.bench.record import save, this_machine
+    from smcjax.cli.bench_options import add_save_option, check_files
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("--torch-python", help="the Python of the peer (default: no peer)")

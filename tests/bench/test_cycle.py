@@ -133,8 +133,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft": "llama-3.2-1b"}, r"one vocabulary, got 512 and 128256"),
     ({"private": 4}, r"private must be 0, or less than context 8 with SMC and synthetic KV, got 4"),
     ({"private": 8, "synthetic_kv": True}, r"private must be 0, or less than context 8 .*, got 8"),
-    ({"quantization": "int4"}, r"quantization must be 'int8' or None .*, got 'int4'"),
-    ({"draft_quantization": "fp8"}, r"draft_quantization must be 'int8' or None"),
+    ({"quantization": "int4"}, r"quantization must be 'int8', 'float8' or None .*, got 'int4'"),
+    ({"draft_quantization": "fp8"}, r"draft_quantization must be 'int8', 'float8' or None"),
     ({"attention": "linear"}, r"attention 'linear' is unknown; use one of nsa, nsa-shared, or None"),
     ({"attention": "nsa", "page_size": 24}, r"page_size must be a multiple or a divisor of 64, .*, got 24"),
 ]

@@ -99,7 +99,11 @@ def test_cases_that_differ_in_context_take_turns(monkeypatch: pytest.MonkeyPatch
         n_particles=2, gamma=2, contexts=[8, 16], requests=[1, 2], requests_context=12, page_size=4, windows=2, cycles=2
     )
     results = run_cases(Models("tiny-target", "tiny-draft"), cases, bandwidth=1e10, on_result=lambda _: None)
-    contexts = [f"SMC, N=2, K=2, 1 request, context {what}" for what in ("8", "16", "16, of which 8 private", "12")]
+    contexts = [
+        *(f"SMC, N=2, K=2, 1 request, context {what}" for what in ("8", "16")),
+        "SMC, N=2, K=2, threshold 0, 1 request, context 16, of which 8 private",
+        "SMC, N=2, K=2, 1 request, context 12",
+    ]
     assert turns[:8] == contexts * 2
     others = [name.split(", 1 request")[0].split(", 2 requests")[0] for name in turns[8:]]
     assert others[::2] == others[1::2] == ["SMC, N=4, K=2", "SMC, N=2, K=4", "SMC, N=2, K=2", "target alone"]
