@@ -180,17 +180,17 @@ def _bundled_models() -> Finding:
 
 
 def _memory(args: argparse.Namespace) -> list[Finding]:
-    """What each decoder of the pair needs of this device, and for how many requests there is room."""
+    """Says what each decoder of the pair needs of this device, and for how many requests there is room."""
     from smcjax.engine.load.loading import DEFAULT_PAGE_SIZE
     from smcjax.engine.run.memory import device_memory, memory_needed
     from smcjax.model.checkpoint import load_config, weights_dtype
 
-    named = {args.model: args.quantization}
-    named |= {} if args.draft_model is None else {args.draft_model: args.draft_quantization}
+    named = [(args.model, args.quantization), (args.draft_model, args.draft_quantization)]
     dtype = weights_dtype("auto").name
-    models = {dataclasses.replace(load_config(path), dtype=dtype): kind for path, kind in named.items()}
+    pair = [(dataclasses.replace(load_config(path), dtype=dtype), kind) for path, kind in named if path is not None]
     memory, found = device_memory(), []
     for decoding in args.decoding:
+        models = pair if decoding.drafts else pair[:1]
         need = memory_needed(models, decoding, args.max_model_len, DEFAULT_PAGE_SIZE)
         room = need.requests(memory)
         said = (

@@ -28,7 +28,7 @@ LLM_ARGUMENTS: tuple[str, ...] = (
     *("draft_quantization", "tensor_parallel_size", "draft_tensor_parallel_size", "separate_draft", "max_model_len"),
     *("page_size", "num_pages", "admission"),
 )
-# Short spellings of a decoder's options; `rows` is the one that its class has for the number of its rows.
+# Short spellings of a decoder's options; n_particles stands for its class's `rows_argument`.
 SHORT = ("n_particles", "gamma", "power", "control", "profile")
 
 

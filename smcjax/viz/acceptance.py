@@ -20,7 +20,8 @@ def draw_acceptance(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     `rows` are `smcjax.bench.acceptance.rows_of`; the suffix of `path` says the format.
     """
-    figure = new_figure(9, 5.5, finding(rows))
+    title = finding(rows)
+    figure = new_figure(9, 5.5, title)
     axes = figure.subplots()
     gammas: list[int] = []  # in the order in which they appear
     exact: list[int] = []
@@ -46,7 +47,7 @@ def draw_acceptance(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid()
     label_right(axes, labels)
-    write_figure(figure, path, finding(rows))
+    write_figure(figure, path, title)
 
 
 def finding(rows: Sequence[dict[str, Any]]) -> str:

@@ -17,7 +17,8 @@ def draw_frontier(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     `rows` are `smcjax.bench.decoders.compare`.
     """
-    figure = new_figure(11, 4.5, finding(rows))
+    title = finding(rows)
+    figure = new_figure(11, 4.5, title)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (field, label) in zip(panels, AXES.items(), strict=True):
         for number, row in enumerate(rows):
@@ -37,7 +38,7 @@ def draw_frontier(rows: Sequence[dict[str, Any]], path: Path) -> None:
     log_ticks(panels[0].xaxis)
     panels[0].set_ylabel("accuracy, % (filled: exact)")
     label_right(panels[1], [(100 * row["accuracy"], row["decoder"], colour_of(i)) for i, row in enumerate(rows)])
-    write_figure(figure, path, finding(rows))
+    write_figure(figure, path, title)
 
 
 def finding(rows: Sequence[dict[str, Any]]) -> str:

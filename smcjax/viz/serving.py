@@ -17,7 +17,8 @@ def draw_latency(results: Sequence[dict[str, Any]], path: Path) -> None:
 
     `results` are `smcjax.bench.serving.figures`; the suffix of `path` says the format.
     """
-    figure = new_figure(8, 4.5, finding(results))
+    title = finding(results)
+    figure = new_figure(8, 4.5, title)
     axes = figure.subplots()
     results = sorted(results, key=lambda one: one["request_throughput"])
     rates = [one["request_throughput"] for one in results]
@@ -33,7 +34,7 @@ def draw_latency(results: Sequence[dict[str, Any]], path: Path) -> None:
     log_ticks(axes.yaxis)
     axes.grid()
     label_right(axes, labels)
-    write_figure(figure, path, finding(results))
+    write_figure(figure, path, title)
 
 
 def finding(results: Sequence[dict[str, Any]]) -> str:

@@ -21,7 +21,8 @@ def draw_tuning(report: dict[str, Any], path: Path) -> None:
 
     `report` holds what `smcjax.tuning.run.Report` does; the suffix of `path` says the format.
     """
-    figure = new_figure(11, 6, finding(report))
+    title = finding(report)
+    figure = new_figure(11, 6, title)
     axes = figure.subplots(2, 3).flatten()
     axes[0].plot(*zip(*report["loss"], strict=True), color=colour_of(0))
     axes[0].set_title("loss a token, on answers trained on", fontsize=BASE)
@@ -39,7 +40,7 @@ def draw_tuning(report: dict[str, Any], path: Path) -> None:
         one.set_xlabel("step")
         one.grid()
     axes[5].set_axis_off()
-    write_figure(figure, path, finding(report))
+    write_figure(figure, path, title)
 
 
 def finding(report: dict[str, Any]) -> str:

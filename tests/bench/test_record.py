@@ -1,4 +1,4 @@
-"""What a record says of the run beside its figures."""
+"""A record says what ran, where and when, beside its figures."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from smcjax.bench import shapes
 from smcjax.cli import bench_options, generate, main, options
 from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.model.checkpoint import weights_dtype
-from smcjax.quantization import check_quantization
+from smcjax.quantization import QUANTIZATIONS, check_quantization
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result
 
@@ -361,6 +361,7 @@ def test_choices_are_those_of_the_library(pair: Pair) -> None:
     """The library takes every choice of the command line, and both refuse values outside of the library's ranges."""
     assert set(bench_options.SHAPES) == set(shapes.SHAPES)
     assert set(bench_options.ATTENTIONS) == set(shapes.ATTENTIONS)
+    assert tuple(QUANTIZATIONS) == options.QUANTIZATIONS
     for quantization in options.QUANTIZATIONS:
         check_quantization("quantization", quantization)
     for dtype in options.DTYPES:

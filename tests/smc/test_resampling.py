@@ -235,7 +235,7 @@ def test_schemes_in_the_order_of_their_variances(weights: list[float]) -> None:
 
 
 def test_second_example_of_the_explainer() -> None:
-    """Of four particles one has weight .9, "copied roughly 3.6 times": 3 or 4 times, 3.6 in the mean."""
+    """A particle of weight .9 among four is "copied roughly 3.6 times": 3 or 4 times, 3.6 in the mean."""
     w = np.asarray([0.9, 0.1 / 3, 0.1 / 3, 0.1 / 3])
     with jax.enable_x64(True):
         cells = pieces("systematic", w)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -127,12 +127,12 @@ class Need:
 
 
 def memory_needed(
-    models: Mapping[ModelConfig, str | None], decoding: Decoding, max_model_len: int, page_size: int
+    models: Sequence[tuple[ModelConfig, str | None]], decoding: Decoding, max_model_len: int, page_size: int
 ) -> Need:
-    """The memory that the decoder needs for models, each with its quantisation, in their configs' dtype."""
+    """Returns the memory that the decoder needs for models, each with its quantisation, in their configs' dtype."""
     pages = Footprint.of(decoding, page_size).worst_case(1, max_model_len)
-    weights = sum(weight_bytes(config, quantization) for config, quantization in models.items())
-    return Need(weights, pages * sum(config.page_bytes(page_size) for config in models))
+    weights = sum(weight_bytes(config, quantization) for config, quantization in models)
+    return Need(weights, pages * sum(config.page_bytes(page_size) for config, _ in models))
 
 
 def choose_num_pages(

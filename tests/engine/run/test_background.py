@@ -221,7 +221,7 @@ def test_a_choice_takes_the_fewest_features_that_suffice() -> None:
 
 
 def test_many_sets_of_features_share_programs() -> None:
-    """Of 64 sets of one size `MAX_SETS` have their own; six more have whatever has been asked for."""
+    """The first `MAX_SETS` of 64 sets of features have programs of their own; later ones share those of all asked."""
     choice, words = ProgramVariants(), sorted(WORDS)
     for bits in range(64):
         features = frozenset(word for bit, word in enumerate(words) if bits >> bit & 1)

@@ -161,7 +161,7 @@ def test_too_few_pages_for_one_request(pair: Pair) -> None:
 def test_programs_that_exceed_the_device_are_refused_before_they_run(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, decoding: Decoding, sizes: str
 ) -> None:
-    """What to lower is what the decoder has."""
+    """The sentence names only arguments that the decoder has."""
     draft = pair.draft if decoding.drafts else None
     with LLM(pair.target, draft_model=draft, decoding=decoding, max_model_len=48, max_num_seqs=1) as llm:
         with monkeypatch.context() as patch:
@@ -227,12 +227,14 @@ def test_weight_bytes_are_those_of_the_arrays(pair: Pair) -> None:
 
 def test_what_a_decoder_needs_is_known_before_anything_is_loaded() -> None:
     """8B and 1B in bfloat16, N = 8: all weights, and KV of eight rows of 1,024 tokens that share their first page."""
-    models: dict[Any, str | None] = {SHAPES["llama-3.1-8b"]: None, SHAPES["llama-3.2-1b"]: None}
-    models = {dataclasses.replace(config, dtype="bfloat16"): None for config in models}
+    pair = [dataclasses.replace(SHAPES[name], dtype="bfloat16") for name in ("llama-3.1-8b", "llama-3.2-1b")]
+    models: list[tuple[Any, str | None]] = [(config, None) for config in pair]
     few, many = (memory_needed(models, SMC(rows, 8), 1024, 16) for rows in (8, 16))
-    assert few.weights == many.weights == sum(map(weight_bytes, models))
+    assert few.weights == many.weights == sum(map(weight_bytes, pair))
     token = 2 * 2 * (32 * 8 * 128 + 16 * 8 * 64)  # keys and values of bfloat16, of both models
     assert 8 * 1000 * token < few.request < 8 * 1100 * token
     assert few.request < many.request < 2.1 * few.request
     assert few.requests(few.weights * 2, utilization=1.0) == few.weights // few.request
     assert few.requests(few.weights, utilization=1.0) == 0
+    alike = memory_needed([models[1], models[1]], SMC(8, 8), 1024, 16)
+    assert alike.weights == 2 * weight_bytes(pair[1]), "a pair of one shape is two models"
