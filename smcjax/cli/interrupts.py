@@ -24,6 +24,7 @@ class _Use(enum.Enum):
 
 class _State:
     use = _Use.END
+    stderr = 2
     pipe: int | None = None  # what the listening thread hears by; None: no thread listens, Python's own handling holds
     stopped = threading.Event()  # the answer's end has been asked for
     marked = threading.Event()  # the listener has come as far as the mark
@@ -39,6 +40,7 @@ def end_on_interrupt() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job, which a Ctrl-C is not meant for
         return
+    _State.stderr = os.dup(2)  # 2 itself may lead to a file for a while, as where a tokenizer is tried
     heard, _State.pipe = os.pipe()
     os.set_blocking(_State.pipe, False)
     signal.set_wakeup_fd(_State.pipe, warn_on_full_buffer=False)
@@ -100,7 +102,7 @@ def _end() -> None:
     if not _State.ending.acquire(blocking=False):
         return
     with contextlib.suppress(OSError):
-        word = b"\nsmcjax: interrupted\n" if os.isatty(2) else b"smcjax: interrupted\n"
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, word)
+        word = b"\nsmcjax: interrupted\n" if os.isatty(_State.stderr) else b"smcjax: interrupted\n"
+        if select.select([], [_State.stderr], [], 0)[1]:
+            os.write(_State.stderr, word)
     os._exit(_INTERRUPTED)

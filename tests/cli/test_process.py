@@ -198,6 +198,17 @@ def test_ctrl_c_ends_what_does_not_return_to_python(moments: list[float]) -> Non
     assert seconds < 2  # 0.1 where nothing else runs
 
 
+HELD = """from smcjax.tokenizer.files import _without_panic_messages
+    with _without_panic_messages(): time.sleep(60)"""
+
+
+def test_ctrl_c_says_its_word_while_stderr_is_held_back() -> None:
+    """As where a tokenizer of a stranger is tried: what it writes to stderr goes to a file until it has ended."""
+    code, err, seconds = interrupted([sys.executable, "-c", "import time\n" + QUICK.format(more=HELD)], [3.0])
+    assert (code, err) == (130, "remark\nsmcjax: interrupted\n")
+    assert seconds < 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [[0.8], [1.5], [2.6, 0.02], [4.1]])
 def test_ctrl_c_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: list[float]) -> None:
