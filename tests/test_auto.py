@@ -12,7 +12,7 @@ from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, Sp
 from smcjax.auto import CHOICES, Routed, left_to_exact
 from smcjax.decoders import DECODINGS, Decoding
 from smcjax.engine.load.planned import Planned
-from smcjax.planner import Cell, Measured, law_of
+from smcjax.planner import Cell, Counted, Measured, law_of
 from tests.checkpoints import write_pair
 from tests.planner.tables import measured, profile
 
@@ -162,7 +162,7 @@ def test_the_choice_is_for_the_loads_and_contexts_of_an_llm(tmp_path: Path) -> N
         alike: {(1, 64): 3.5, (1, 4096): 9.0, (8, 64): 2.0, (8, 4096): 9.0},
     }
     cells = {one: tuple(Cell(*place, ms) for place, ms in of.items()) for one, of in times.items()}
-    profile(*(Measured(one, 2.0, cells=of) for one, of in cells.items())).save(tmp_path / "p.json")
+    profile(*(Measured(one, (Counted(64, 2.0),), of) for one, of in cells.items())).save(tmp_path / "p.json")
 
     def planned(requested: Auto, max_num_seqs: int, max_model_len: int) -> tuple[Decoding, tuple[Decoding, ...]]:
         sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}

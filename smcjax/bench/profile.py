@@ -2,8 +2,9 @@
 
 Times are of cycles through the engine, with its own programs, on real weights, tokens and KV: requests of a context's
 length, made of the prompts' tokens, are admitted together and read in; cycles that warm up follow, then windows that
-are timed, each ended by a wait for the device. Tokens a cycle are those of answers to the prompts. A strategy is
-measured whole or left out, so that all of a profile have the same loads and contexts.
+are timed, each ended by a wait for the device. Tokens a cycle are those of answers to the prompts, counted at the
+context that a prompt is nearest to in length. A strategy is measured whole or left out, so that all of a profile have
+the same loads and contexts.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import dataclasses
 import datetime
 import functools
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +32,7 @@ from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.engine.requests.requests import Prompt
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.run.memory import buckets
-from smcjax.planner import Cell, Measured, Profile
+from smcjax.planner import Cell, Counted, Measured, Profile
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds that pass, and those of this process's cores
 WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then record the graph
@@ -202,26 +204,31 @@ class Profiler:
             compile_at_start=False,
             **self._own,
         ) as llm:
+            of_contexts = _by_context(self.plan.contexts, [_token_ids(llm, one) for one in prompts])
             cells = []
             for context, load in itertools.product(self.plan.contexts, self.plan.loads):
-                cells.append(self._cell(llm, prompts, context, load))
+                cells.append(self._cell(llm, of_contexts[_nearest(of_contexts, context)], context, load))
                 self._heard(
                     f"{name}: {load} running, {context:,} tokens: {cells[-1].ms:.2f} ms a cycle ({self._seconds:.0f} s)"
                 )
                 self._require_budget()
-            counted = self._tokens(llm, decoding, prompts)
-        self._heard(f"{name}: {counted.tokens_per_cycle:.2f} tokens a cycle ({self._seconds:.0f} s)")
-        return dataclasses.replace(counted, cells=tuple(cells))
+            counted = []
+            for context, token_ids in of_contexts.items():
+                counted.append(self._counted(llm, decoding, context, token_ids))
+                self._heard(
+                    f"{name}: {context:,} tokens: {counted[-1].tokens_per_cycle:.2f} tokens a cycle "
+                    f"({self._seconds:.0f} s)"
+                )
+        return Measured(decoding, tuple(counted), tuple(cells))
 
-    def _cell(self, llm: LLM, prompts: Sequence[Prompt], context: int, load: int) -> Cell:
+    def _cell(self, llm: LLM, token_ids: Sequence[list[int]], context: int, load: int) -> Cell:
         """The time of a cycle, of `load` requests that have all been read and none of which ends meanwhile."""
         engine, plan = llm.engine, self.plan
         params = SamplingParams(max_tokens=plan.room, temperature=plan.temperature or 1.0, ignore_eos=True)
-        prompts_ids = _of_length(context, load, [_token_ids(llm, one) for one in prompts])
         try:
             asked = [
                 llm.request({"prompt_token_ids": ids}, dataclasses.replace(params, seed=number))
-                for number, ids in enumerate(prompts_ids)
+                for number, ids in enumerate(_of_length(context, load, token_ids))
             ]
         except ValueError as error:  # even one alone
             raise _DoesNotFit(f"one request of {context:,} tokens cannot run: {str(error).rstrip('.')}") from None
@@ -243,26 +250,27 @@ class Profiler:
                 engine.step()
         return Cell(load, context, statistics.median(windows), tuple(windows))
 
-    def _tokens(self, llm: LLM, decoding: Decoding, prompts: Sequence[Prompt]) -> Measured:
-        """Tokens a cycle on the prompts, without times."""
+    def _counted(self, llm: LLM, decoding: Decoding, context: int, token_ids: Sequence[list[int]]) -> Counted:
+        """Tokens a cycle on the prompts of a context."""
         if not decoding.ragged:
             tokens = float(decoding.tokens_per_cycle)
-            return Measured(decoding, tokens, (), (tokens,) * len(prompts))
+            return Counted(context, tokens, (), (tokens,) * len(token_ids))
         plan = self.plan
         params = [
             SamplingParams(
                 max_tokens=plan.max_tokens, temperature=plan.temperature, seed=(plan.seed + number) & MAX_SEED
             )
-            for number in range(len(prompts))
+            for number in range(len(token_ids))
         ]
-        outputs = [one.metrics for one in llm.generate(list(prompts), params, use_tqdm=False)]
+        asked: list[Prompt] = [{"prompt_token_ids": ids} for ids in token_ids]
+        outputs = [one.metrics for one in llm.generate(asked, params, use_tqdm=False)]
         cycles = sum(one.cycles for one in outputs)
         each = tuple(_per_cycle(one.generated_tokens, one.cycles) for one in outputs)
         if not cycles or any(one.accepted_at is None for one in outputs):  # SMC under a control: no count by position
-            return Measured(decoding, _per_cycle(sum(o.generated_tokens - 1 for o in outputs) + 1, cycles), (), each)
+            return Counted(context, _per_cycle(sum(o.generated_tokens - 1 for o in outputs) + 1, cycles), (), each)
         counts = np.sum([one.accepted_at for one in outputs], axis=0)
         reached = tuple(float(count) / cycles for count in counts)
-        return Measured(decoding, 1 + sum(reached), reached, each)
+        return Counted(context, 1 + sum(reached), reached, each)
 
 
 class _DoesNotFit(Exception):
@@ -291,6 +299,19 @@ def _steps(engine: Engine, cycles: int, clock: Callable[[], float]) -> float:
 
 def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
     return llm.request(prompt, SamplingParams(max_tokens=1)).token_ids
+
+
+def _by_context(contexts: Sequence[int], token_ids: Sequence[list[int]]) -> dict[int, list[list[int]]]:
+    """The prompts of each context that is the nearest one to some prompt's length, by ascending context."""
+    found: dict[int, list[list[int]]] = {}
+    for ids in token_ids:
+        found.setdefault(_nearest(contexts, len(ids)), []).append(ids)
+    return dict(sorted(found.items()))
+
+
+def _nearest(contexts: Collection[int], length: int) -> int:
+    """The context that is nearest to a length in logarithm, as predictions take contexts."""
+    return min(contexts, key=lambda context: abs(math.log(context / length)))
 
 
 def _of_length(context: int, count: int, token_ids: Sequence[list[int]]) -> list[list[int]]:

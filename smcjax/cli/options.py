@@ -191,13 +191,18 @@ def add_decoding_options(
     parser.set_defaults(default_gamma=gamma)
 
 
-def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """Adds options for what is asked."""
+def add_task_option(parser: argparse._ActionsContainer) -> None:
+    """Adds the option for what is asked."""
     parser.add_argument("--task", choices=TASKS, default="words", help="word problems, or recall in documents (words)")
+
+
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """Adds options for what is asked, and in how long documents."""
+    add_task_option(parser)
     parser.add_argument("--context", type=whole(1, 1 << 20), metavar="T", help="tokens of a document (2048)")
 
 
-def check_task(args: argparse.Namespace) -> None:
+def check_task(args: argparse.Namespace, option: str = "--context") -> None:
     """Sets the context and the pair that a task has where none is given; refuses a context that no document has."""
     if args.context is not None and args.task != "recall":
         raise ValueError(f"--context is an option of --task recall, got --task {args.task}; leave it out.")
@@ -209,7 +214,7 @@ def check_task(args: argparse.Namespace) -> None:
         from smcjax.tasks.recall import SHORTEST  # NumPy, which `smcjax --help` has no need of
 
         if args.context < SHORTEST:
-            raise ValueError(f"--context must be at least {SHORTEST}, the shortest document, got {args.context}.")
+            raise ValueError(f"{option} must be at least {SHORTEST}, the shortest document, got {args.context}.")
 
 
 def add_debug_option(parser: argparse.ArgumentParser) -> None:

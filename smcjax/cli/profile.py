@@ -17,7 +17,7 @@ from smcjax.cli.bench_options import BATCH, COUNT, CYCLES, LENGTH
 from smcjax.cli.options import (
     add_model_options,
     add_quiet_option,
-    add_task_options,
+    add_task_option,
     check_models,
     check_output,
     check_task,
@@ -41,7 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     what.add_argument(
         "--requests", type=BATCH, nargs="+", default=[1, 2, 4, 8], metavar="G", help="running at once (1 2 4 8)"
     )
-    what.add_argument("--contexts", type=LENGTH, nargs="+", default=[128], metavar="T", help="tokens of each (128)")
+    what.add_argument(
+        "--contexts", type=LENGTH, nargs="+", metavar="T", help="tokens of each (128); of recall's documents too (2048)"
+    )
     what.add_argument(
         "--decoding",
         dest="decodings",
@@ -59,22 +61,24 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     how.add_argument("--budget", type=above(0, 1e6), metavar="SECONDS", help="leave out what takes longer (no end)")
     how.add_argument("--input-file", metavar="FILE", help="prompts, JSONL as of generate (default: the task's)")
-    how.add_argument("-n", "--num-prompts", type=COUNT, default=16, help="of the task (16)")
+    how.add_argument("-n", "--num-prompts", type=COUNT, default=16, help="of the task (16); of recall at each context")
     how.add_argument("--max-tokens", type=LENGTH, default=96, help="of the answers to them (96)")
     how.add_argument("--temperature", type=float, default=0.7, help="0.7")
     how.add_argument("--seed", type=whole(0, MAX_SEED), default=11, help="of prompts and answers (11)")
-    add_task_options(how)
+    add_task_option(how)
     add_quiet_option(parser)
     add_model_options(parser)
-    parser.set_defaults(run=run, decoding=Written(Rejection, {}))
+    parser.set_defaults(run=run, decoding=Written(Rejection, {}), context=None)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes the file, and prints its tables."""
     check_output("--output", args.output)
     given = _prompts_given(args)
-    context = args.context
-    check_task(args)
+    contexts = args.contexts or [2048 if args.task == "recall" else 128]
+    if args.task == "recall" and not given:
+        args.context = min(contexts)
+    check_task(args, "--contexts")
     if args.model is not None and args.draft_model is None and args.draft_drop_layers is None:
         args.decoding = Written(Autoregressive, {})
     check_models(args)
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     plan = Plan(
         chosen,
         loads=tuple(sorted({*args.requests})),
-        contexts=tuple(sorted({*args.contexts})),
+        contexts=tuple(sorted({*contexts})),
         cycles=args.cycles,
         windows=args.windows,
         max_tokens=args.max_tokens,
@@ -116,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
     with Profiler(plan, arguments, on_line) as profiler:
         prompts: list[Prompt] = list(given)
         if not prompts:
-            asked = questions(args.task, args.seed, args.num_prompts, context=context or args.context or 2048)
-            prompts = [question.prompt for question in asked]
+            for length in plan.contexts if args.task == "recall" else (0,):
+                asked = questions(args.task, args.seed, args.num_prompts, context=length)
+                prompts += [question.prompt for question in asked]
         profile = profiler.measure(prompts)
     profile.save(args.output)
     print(f"{profile.device}, jax {profile.jax}; {args.output}\n")

@@ -9,7 +9,7 @@ report.py       tables of a profile
 
 from smcjax.planner.laws import law_of
 from smcjax.planner.prediction import Planner
-from smcjax.planner.profile import Cell, Measured, Profile
+from smcjax.planner.profile import Cell, Counted, Measured, Profile
 from smcjax.planner.switch import Switch
 
-__all__ = ["Cell", "Measured", "Planner", "Profile", "Switch", "law_of"]
+__all__ = ["Cell", "Counted", "Measured", "Planner", "Profile", "Switch", "law_of"]

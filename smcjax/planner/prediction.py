@@ -1,11 +1,12 @@
 """Tokens a second of each strategy at a load and a context, from a profile.
 
-    tokens/s = slots · E · 1000 / T(slots, context)
+    tokens/s = slots · E(context) · 1000 / T(slots, context)
 
 T   milliseconds a cycle. A cycle runs all slots of the batch, occupied or not, so time goes by slots; the engine's
     batches are of 1, 2, 4 … requests, which a profile measures. Between measured points log T is linear in log slots
     and in log context; beyond them the nearest one's T holds, of all strategies alike.
-E   tokens a cycle of one request, as counted on the profile's prompts.
+E   tokens a cycle of one request, as counted on the profile's prompts of about that length; between these lengths
+    log E is linear in log context, and beyond them the nearest one's E holds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class Planner:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._tokens = {one.decoding: one.tokens_per_cycle for one in profile.strategies}
+        self._tokens = {
+            one.decoding: {counted.context: math.log(counted.tokens_per_cycle) for counted in one.counted}
+            for one in profile.strategies
+        }
         self._times = {
             one.decoding: {(cell.requests, cell.context): math.log(cell.ms) for cell in one.cells}
             for one in profile.strategies
@@ -46,13 +50,15 @@ class Planner:
         at_far = times[low, far] * (1 - share) + times[high, far] * share
         return math.exp(at_near * (1 - part) + at_far * part)
 
-    def tokens_per_cycle(self, decoding: Decoding) -> float:
+    def tokens_per_cycle(self, decoding: Decoding, context: float) -> float:
         """E, tokens of one request in a cycle."""
-        return self._tokens[decoding]
+        tokens = self._tokens[decoding]
+        near, far, part = _place(list(tokens), context)
+        return math.exp(tokens[near] * (1 - part) + tokens[far] * part)
 
     def tokens_per_second(self, decoding: Decoding, slots: int, context: float) -> float:
         """Tokens a second of as many requests as slots."""
-        return 1e3 * slots * self.tokens_per_cycle(decoding) / self.cycle_ms(decoding, slots, context)
+        return 1e3 * slots * self.tokens_per_cycle(decoding, context) / self.cycle_ms(decoding, slots, context)
 
     def best(self, among: Sequence[Decoding], places: Collection[Place]) -> Decoding:
         """The strategy that is nearest to the fastest one in the mean over places; of equal ones the first.

@@ -1,16 +1,18 @@
 """The profile file: what `smcjax profile` has measured of one pair of models on one device.
 
     {"format": 1, "device", "jax", "smcjax", "commit", "date", "model", "draft", "settings": {…},
-     "strategies": [{"decoding": {"decoder", …options}, "law", "tokens_per_cycle", "reached": [K], "prompts": [n],
+     "strategies": [{"decoding": {"decoder", …options}, "law",
+                     "counted": [{"context", "tokens_per_cycle", "reached": [K], "prompts": [n]}, …],
                      "cells": [{"requests", "context", "ms", "windows": [w]}, …]}, …],
      "left_out": [{"strategy", "why"}, …]}
 
 `requests` are running ones, and so the slots of the batch; `context` is tokens of prompt and answer of each; `ms` is
-the median of windows, in milliseconds a cycle, through the engine (with `--clock cpu` of all cores, summed). `reached`
-are the fractions of cycles whose accepted drafts reach positions 1 … K, `prompts` the mean tokens a cycle on each
-prompt. `model` and `draft` are fingerprints of the models as they were kept on the device. Every strategy has been
-measured at every load and context of the file, so that no two are compared by what only one of them was seen to do;
-what could not be is in `left_out`.
+the median of windows, in milliseconds a cycle, through the engine (with `--clock cpu` of all cores, summed). `counted`
+has an entry for each context that prompts are nearest to in length: `reached` are the fractions of cycles whose
+accepted drafts reach positions 1 … K, `prompts` the mean tokens a cycle on each prompt. Older files have the three
+once, in the strategy itself. `model` and `draft` are fingerprints of the models as they were kept on the device. Every
+strategy has been measured at every load and context of the file, so that no two are compared by what only one of them
+was seen to do; what could not be is in `left_out`.
 """
 
 from __future__ import annotations
@@ -44,10 +46,38 @@ class Cell:
     def __post_init__(self) -> None:
         for name in ("requests", "context"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_count(value):
                 raise ValueError(f"a cell's {name} must be a whole number of at least 1, got {short(value)}.")
         if not _is_positive(self.ms) or not all(map(_is_positive, self.windows)):
             raise ValueError(f"a cell's times must be numbers above 0, got {short((self.ms, *self.windows))}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """Tokens a cycle on the prompts of one length.
+
+    Attributes:
+        context: the measured context that these prompts are nearest to in tokens.
+        tokens_per_cycle: of one request in the mean.
+        reached: the fraction of cycles whose accepted drafts reach each position 1 … K; empty where none are rejected.
+        prompts: tokens a cycle on each prompt.
+    """
+
+    context: int
+    tokens_per_cycle: float
+    reached: tuple[float, ...] = ()
+    prompts: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.context):
+            raise ValueError(f"counted context must be a whole number of at least 1, got {short(self.context)}.")
+        if not all(isinstance(x, int | float) and 0 <= x <= 1 for x in self.reached):
+            raise ValueError(f"reached must be fractions from 0 to 1, got {short(self.reached)}.")
+        if any(later > earlier for earlier, later in itertools.pairwise(self.reached)):
+            raise ValueError(f"reached must not rise, as who reaches a position has passed others; got {self.reached}.")
+        for value in (self.tokens_per_cycle, *self.prompts):
+            if not _is_positive(value):
+                raise ValueError(f"tokens a cycle must be numbers above 0, got {short(value)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,28 +86,21 @@ class Measured:
 
     Attributes:
         decoding: the decoder.
-        tokens_per_cycle: of one request in the mean.
-        reached: the fraction of cycles whose accepted drafts reach each position 1 … K; empty where none are rejected.
-        prompts: tokens a cycle on each prompt.
+        counted: tokens a cycle, by ascending context; one entry at least.
         cells: times.
     """
 
     decoding: Decoding
-    tokens_per_cycle: float
-    reached: tuple[float, ...] = ()
-    prompts: tuple[float, ...] = ()
+    counted: tuple[Counted, ...]
     cells: tuple[Cell, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(isinstance(x, int | float) and 0 <= x <= 1 for x in self.reached):
-            raise ValueError(f"reached must be fractions from 0 to 1, got {short(self.reached)}.")
-        if any(later > earlier for earlier, later in itertools.pairwise(self.reached)):
-            raise ValueError(f"reached must not rise, as who reaches a position has passed others; got {self.reached}.")
-        if self.reached and not (self.decoding.ragged and len(self.reached) == self.decoding.speculation.gamma):
-            raise ValueError(f"reached must have a fraction for each draft position of {self.decoding}.")
-        for value in (self.tokens_per_cycle, *self.prompts):
-            if not _is_positive(value):
-                raise ValueError(f"tokens a cycle must be numbers above 0, got {short(value)}.")
+        contexts = [one.context for one in self.counted]
+        if not contexts or contexts != sorted({*contexts}):
+            raise ValueError(f"{self.decoding} must have tokens counted at ascending contexts, got {short(contexts)}.")
+        for one in self.counted:
+            if one.reached and not (self.decoding.ragged and len(one.reached) == self.decoding.speculation.gamma):
+                raise ValueError(f"reached must have a fraction for each draft position of {self.decoding}.")
 
     @property
     def law(self) -> str:
@@ -207,19 +230,25 @@ def _measured(value: Any) -> Measured:
         if not isinstance(cell, dict) or not {"requests", "context", "ms"} <= cell.keys() <= set(_CELL):
             raise ValueError(f"a cell must have {', '.join(_CELL)}, got {short(cell)}.")
         cells.append(Cell(**{**cell, "windows": tuple(cell.get("windows", ()))}))
+    # Older files have one count for all contexts: at whichever it stands, it holds beyond as well.
+    counted = value.get("counted", [{**value, "context": cells[0].context}] if cells else [])
+    if not isinstance(counted, list) or not all(isinstance(one, dict) for one in counted):
+        raise ValueError("counted must be a list of objects.")
+    return Measured(from_json(value.get("decoding")), tuple(map(_counted, counted)), tuple(cells))
+
+
+def _counted(value: dict[str, Any]) -> Counted:
     lists = {name: value.get(name, []) for name in ("reached", "prompts")}
     if not all(isinstance(one, list) for one in lists.values()):
         raise ValueError("reached and prompts must be lists of numbers.")
-    return Measured(
-        decoding=from_json(value.get("decoding")),
-        tokens_per_cycle=value["tokens_per_cycle"],
-        reached=tuple(lists["reached"]),
-        prompts=tuple(lists["prompts"]),
-        cells=tuple(cells),
-    )
+    return Counted(value["context"], value["tokens_per_cycle"], tuple(lists["reached"]), tuple(lists["prompts"]))
 
 
 _CELL = tuple(field.name for field in dataclasses.fields(Cell))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_positive(value: object) -> bool:

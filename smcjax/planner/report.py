@@ -5,6 +5,7 @@ The best one is that of `Planner.best`, which `decoding="auto"` chooses among ex
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -37,7 +38,7 @@ def markdown(profile: Profile) -> str:
             for one, own in speeds.items():
                 pairs = zip(own, fastest, strict=True)
                 shown = [f"**{speed:,.0f}**" if speed == most else f"{speed:,.0f}" for speed, most in pairs]
-                lines.append(row([one, f"{planner.tokens_per_cycle(one):.2f}", *shown]))
+                lines.append(row([one, f"{planner.tokens_per_cycle(one, context):.2f}", *shown]))
             best = planner.best(strategies, [(load, context) for load in loads])
             shares = [speed / most for speed, most in zip(speeds[best], fastest, strict=True)]
             lines.append(f"\nBest over the loads: {best}, with {_percent(shares)} of the fastest's speed.")
@@ -50,15 +51,20 @@ def markdown(profile: Profile) -> str:
 def gains_by_prompt(planner: Planner, law: str, context: float) -> tuple[float, ...] | None:
     """Quantiles of the gain of the fastest strategy of each prompt over the one that is fastest on all together.
 
-    None where strategies were not measured on the same prompts.
+    Prompts are those that were counted at the context, or nearest to it. None where strategies were not measured on the
+    same ones.
     """
-    measured = [one for one in planner.profile.strategies if one.law == law]
-    counts = {len(one.prompts) for one in measured}
+    prompts = {
+        one.decoding: min(one.counted, key=lambda counted: abs(math.log(counted.context / context))).prompts
+        for one in planner.profile.strategies
+        if one.law == law
+    }
+    counts = {len(each) for each in prompts.values()}
     if len(counts) != 1 or counts == {0}:
         return None
     load = planner.profile.loads[0]
     speeds = [
-        [tokens / planner.cycle_ms(one.decoding, load, context) for tokens in one.prompts] for one in measured
+        [tokens / planner.cycle_ms(one, load, context) for tokens in each] for one, each in prompts.items()
     ]  # of each strategy on each prompt
     fixed = min(speeds, key=lambda row: sum(1 / speed for speed in row))
     each = sorted(max(column) / speed - 1 for column, speed in zip(zip(*speeds, strict=True), fixed, strict=True))

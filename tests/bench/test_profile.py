@@ -11,7 +11,7 @@ from smcjax import LLM, SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench import profile
 from smcjax.bench.profile import Plan, Profiler, strategies
 from smcjax.engine.load.fingerprints import fingerprints
-from smcjax.planner import Cell, Measured, Planner
+from smcjax.planner import Cell, Counted, Measured, Planner
 from tests.checkpoints import Pair, write_pair
 
 SMALL = Plan((Autoregressive(), Rejection(2)), loads=(1, 2), contexts=(8,), cycles=2, windows=2, max_tokens=12)
@@ -50,23 +50,31 @@ def test_prompts_of_a_length() -> None:
     assert profile._of_length(5, 3, [[1, 2, 3], [4]]) == [[1, 2, 3, 4, 1], [4, 1, 2, 3, 4], [1, 2, 3, 4, 1]]
 
 
+def test_prompts_count_at_the_nearest_context() -> None:
+    """In logarithm; a context that no prompt is nearest to has none. Control: nearest in tokens would be another."""
+    prompts = [[1] * length for length in (600, 3, 1000, 9)]
+    assert profile._by_context((8, 512, 2048, 9000), prompts) == {8: [prompts[1], prompts[3]], 512: prompts[:3:2]}
+    assert profile._nearest((512, 2048), 1100) == 2048, "1,100 is nearer to 512 in tokens"
+
+
 @pytest.mark.slow
 def test_measuring(pair: Pair) -> None:
     heard: list[str] = []
-    with Profiler(dataclasses.replace(SMALL, loads=(1,)), models(pair), heard.append) as profiler:
-        made = profiler.measure(["a", "bc"])
+    with Profiler(dataclasses.replace(SMALL, loads=(1,), contexts=(2, 8)), models(pair), heard.append) as profiler:
+        made = profiler.measure(["a", "bc", "abcdefgh"])
         whose = fingerprints(profiler._base.models)
     assert (made.device, made.model, made.draft) == (whose.device, whose.model, whose.draft)
     assert made.settings["page_size"] == 4
     assert [one.decoding for one in made.strategies] == list(SMALL.strategies)
     alone, drafting = made.strategies
-    assert alone.prompts == (1.0, 1.0)
-    assert len(drafting.reached) == 2
-    assert 1 <= drafting.tokens_per_cycle <= 3
-    assert [(cell.requests, cell.context, len(cell.windows)) for cell in alone.cells] == [(1, 8, 2)]
+    assert [one.prompts for one in alone.counted] == [(1.0, 1.0), (1.0,)]
+    assert [(one.context, len(one.reached), len(one.prompts)) for one in drafting.counted] == [(2, 2, 2), (8, 2, 1)]
+    assert all(1 <= one.tokens_per_cycle <= 3 for one in drafting.counted)
+    assert [(cell.requests, cell.context, len(cell.windows)) for cell in alone.cells] == [(1, 2, 2), (1, 8, 2)]
     assert all(cell.ms > 0 for one in made.strategies for cell in one.cells)
-    assert len(heard) == 2 * 2
-    assert "[2/2] rejection, K=2: 1 running, 8 tokens:" in heard[2]
+    assert len(heard) == 2 * 2 * 2
+    assert "[2/2] rejection, K=2: 1 running, 2 tokens:" in heard[4]
+    assert "[2/2] rejection, K=2: 8 tokens: " in heard[7]
     assert Planner(made).strategies("exact") == [alone.decoding, drafting.decoding]
 
 
@@ -78,7 +86,7 @@ def test_all_strategies_have_pages_of_one_size(pair: Pair, monkeypatch: pytest.M
 
     def measured(profiler: Profiler, name: str, decoding: Any, prompts: Any) -> Measured:
         seen.append(profiler._own["page_size"])
-        return Measured(decoding, 1.0, cells=(Cell(1, 8, 1.0),))
+        return Measured(decoding, (Counted(8, 1.0),), (Cell(1, 8, 1.0),))
 
     monkeypatch.setattr(Profiler, "_strategy", measured)
     with Profiler(SMALL, models(pair, page_size=None)) as profiler:
@@ -122,7 +130,7 @@ def test_strategies_read_as_an_engine_would(pair: Pair, monkeypatch: pytest.Monk
 
     def measured(profiler: Profiler, name: str, decoding: Any, prompts: Any) -> Measured:
         read.append(decoding.speculation.sparse)
-        return Measured(decoding, 1.0, cells=(Cell(1, 8, 1.0),))
+        return Measured(decoding, (Counted(8, 1.0),), (Cell(1, 8, 1.0),))
 
     monkeypatch.setattr(Profiler, "_strategy", measured)
     plan = dataclasses.replace(SMALL, strategies=(Rejection(2), Rejection(3)))

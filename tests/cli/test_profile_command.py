@@ -44,6 +44,7 @@ def test_a_profile_is_written_and_read(smcjax: Command, pair: Pair, tmp_path: Pa
         (("-o", "/nowhere/p.json"), "--output must lie in a directory that can be written to"),
         (("--temperature", "0", "--decoding", "SMC()"), "temperature is 0"),
         (("--budget", "0"), "must be a number above 0"),
+        (("--task", "recall", "--contexts", "128", "2048"), "--contexts must be at least 256, the shortest document"),
         (("--draft-model", "x"), "--draft-model is given and --model is not"),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import hypothesis.strategies as st
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection, Speculation
-from smcjax.planner import Cell, Measured, Profile
+from smcjax.planner import Cell, Counted, Measured, Profile
 from smcjax.sparse.verification import SparseVerification
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
@@ -40,7 +40,8 @@ def measured(decoding: Decoding, times: Mapping[int, float], rate: float = 0.7, 
     """A strategy at one context; `times` are milliseconds by load."""
     depths = reached(decoding.speculation.gamma, rate) if decoding.ragged else ()
     tokens = 1 + sum(depths) if decoding.ragged else float(decoding.tokens_per_cycle)
-    return Measured(decoding, tokens, depths, (tokens,), tuple(Cell(n, context, ms) for n, ms in times.items()))
+    counted = Counted(context, tokens, depths, (tokens,))
+    return Measured(decoding, (counted,), tuple(Cell(n, context, ms) for n, ms in times.items()))
 
 
 def profile(*strategies: Measured) -> Profile:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.planner import Cell, Measured, Planner, law_of
+from smcjax.planner import Cell, Counted, Measured, Planner, law_of
 from smcjax.planner.laws import same_tokens
 from smcjax.planner.report import gains_by_prompt, markdown
 from smcjax.sparse.verification import SparseVerification
@@ -171,7 +171,7 @@ def test_times_between_measured_points() -> None:
         return 3 * slots**0.5 * context**0.25
 
     cells = tuple(Cell(n, t, ms(n, t)) for n in (1, 4, 16) for t in (64, 1024))
-    planner = Planner(profile(Measured(ALONE, 1.0, cells=cells)))
+    planner = Planner(profile(Measured(ALONE, (Counted(64, 1.0),), cells)))
     for slots, context in ((1, 64), (2, 100), (7, 1000), (16, 1024)):
         assert planner.cycle_ms(ALONE, slots, context) == pytest.approx(ms(slots, context))
     assert planner.cycle_ms(ALONE, 64, 9999) == planner.cycle_ms(ALONE, 16, 1024)
@@ -182,13 +182,49 @@ def test_times_between_measured_points() -> None:
     assert times == pytest.approx([5.0] * 6)
 
 
+def test_tokens_go_by_context() -> None:
+    """Drafts that are accepted in short documents alone are chosen there alone; between lengths E is a power law.
+
+    Control: one count for all contexts, as of files before, chooses them everywhere.
+    """
+
+    def tokens(context: float) -> float:
+        return 4 * (context / 64) ** -0.5
+
+    cells = {ms: tuple(Cell(1, context, ms) for context in (64, 1024)) for ms in (1.0, 2.0)}
+    by_context = tuple(Counted(context, tokens(context)) for context in (64, 256, 1024))
+    alone = Measured(ALONE, (Counted(64, 1.0),), cells[1.0])
+    planner, blind = (
+        Planner(profile(alone, Measured(Rejection(4), counted, cells[2.0])))
+        for counted in (by_context, (Counted(64, 2.5),))
+    )
+    for context in (64, 100, 256, 700, 1024):
+        assert planner.tokens_per_cycle(Rejection(4), context) == pytest.approx(tokens(context))
+        assert planner.tokens_per_second(Rejection(4), 1, context) == pytest.approx(1e3 * tokens(context) / 2)
+    assert planner.tokens_per_cycle(Rejection(4), 9999) == planner.tokens_per_cycle(Rejection(4), 1024)
+    for made, at_length in ((planner, ALONE), (blind, Rejection(4))):
+        assert made.best([ALONE, Rejection(4)], [(1, 64)]) == Rejection(4)
+        assert made.best([ALONE, Rejection(4)], [(1, 1024)]) == at_length
+
+
+def test_prompts_of_a_context_are_those_whose_gain_is_said() -> None:
+    """Two documents of each length: choosing gains among the short ones alone, as between lengths nothing is chosen."""
+    cells = tuple(Cell(1, context, 1.0) for context in (64, 1024))
+    short, long = Counted(64, 1.5, (), (1.0, 2.0)), Counted(1024, 2.0, (), (2.0, 2.0))
+    alone = tuple(Counted(context, 1.4, (), (1.4, 1.4)) for context in (64, 1024))
+    planner = Planner(profile(Measured(ALONE, alone, cells), Measured(Rejection(4), (short, long), cells)))
+    (_, _, near), far = (gains_by_prompt(planner, "exact", context) or () for context in (64, 1024))
+    assert near > 0.3
+    assert far == (0, 0, 0)
+
+
 def test_gains_by_prompt_and_the_table() -> None:
     """On one prompt drafts help and on the other they do not: with hindsight each has its own."""
     times = {n: 10.0 + n for n in LOADS}
-    drafting = Measured(
-        Rejection(2), 1.6, (0.4, 0.2), (2.6, 1.0), tuple(Cell(n, 64, 1.5 * ms) for n, ms in times.items())
-    )
-    alone = Measured(ALONE, 1.0, (), (1.0, 1.0), tuple(Cell(n, 64, ms) for n, ms in times.items()))
+    counted = Counted(64, 1.6, (0.4, 0.2), (2.6, 1.0))
+    drafting = Measured(Rejection(2), (counted,), tuple(Cell(n, 64, 1.5 * ms) for n, ms in times.items()))
+    counted = Counted(64, 1.0, (), (1.0, 1.0))
+    alone = Measured(ALONE, (counted,), tuple(Cell(n, 64, ms) for n, ms in times.items()))
     made = profile(alone, drafting)
     low, middle, high = gains_by_prompt(Planner(made), "exact", 64) or (0, 0, 0)
     assert (low, high) == (pytest.approx(0, abs=0.08), pytest.approx(0.73 * 0.9, abs=0.1))
