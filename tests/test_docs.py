@@ -21,11 +21,10 @@ LINKED = [
     *(ROOT / "studies").rglob("*.md"),
 ]
 GENERATED = ["docs/reference/cli.md"]  # by docs/hooks.py, as the site is built
-MAX_WORDS, MAX_SENTENCE = 27_000, 35
+MAX_WORDS, MAX_SENTENCE = 30_000, 35
 LINK = re.compile(r"(!?)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]*)\)")
 VAGUE = re.compile(r"\b(nobody|whoever|somebody)\b", re.IGNORECASE)
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 FILE = re.compile(r"`((?:smcjax|tests|scripts|studies|examples|docs)/[\w./-]*)`")
 
 
@@ -146,5 +145,5 @@ def test_a_long_sentence_is_seen() -> None:
 
 
 def test_pages_are_few_words() -> None:
-    """The limit moves trials to dev/LOG.md. Bars of tables are no words, nor comments with where figures are from."""
-    assert sum(words(COMMENT.sub("", page.read_text())) for page in PAGES) <= MAX_WORDS
+    """The limit moves trials to dev/LOG.md. It counts as `wc -w` does: bars of tables and comments too."""
+    assert sum(len(page.read_text().split()) for page in PAGES) <= MAX_WORDS
