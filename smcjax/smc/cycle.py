@@ -3,8 +3,9 @@
     propose    K tokens a particle from the draft model
     score      all of them in one forward of the target
     judge      which drafts a particle keeps, and the token behind them (`smcjax.smc.acceptance`)
-    commit     the block, up to the row's end: log w += Σ of its tokens' increments, and what the potentials of the
-               row's answer have gained (`smcjax.smc.potential`)
+    commit     the block, up to the row's end
+    weigh      log w += Σ of the block's increments, and what the potentials of the row's answer have gained
+               (`smcjax.smc.potential`)
     end        a rule may end the population before its slowest particle (`smcjax.smc.ending`)
     resample   where ESS < threshold·N: ancestors, row state and block tables; KV does not move
 
@@ -100,7 +101,7 @@ def tempered(state: State, logits: Float[Array, "R C V"]) -> Float[Array, "R C V
 
 @jax.named_scope("commit")
 def commit(state: State, new: NewBlock, potentials: Sequence[Potential] = ()) -> State:
-    """Gives the live rows their new tokens and weights; ends groups that have failed or have all finished."""
+    """Gives the live rows their new tokens, and weighs them."""
     requests, live = state.requests, state.live
     block = cut_block(
         new.tokens,
@@ -110,9 +111,14 @@ def commit(state: State, new: NewBlock, potentials: Sequence[Potential] = ()) ->
         last=new.last,
     )
     increment = jnp.where(live, block_weight(new.increments, block), 0.0)
-    log_weight = state.log_weight + increment.reshape(state.log_weight.shape)
     sequences = extend(state, new.tokens, new.logprobs, block, live)
-    state = dataclasses.replace(state, sequences=sequences, log_weight=log_weight)
+    return weigh(dataclasses.replace(state, sequences=sequences), increment, potentials)
+
+
+def weigh(state: State, increment: Float[Array, " R"], potentials: Sequence[Potential]) -> State:
+    """Moves weights by the rows' increments and potentials; ends groups that have failed or have all finished."""
+    log_weight = state.log_weight + increment.reshape(state.log_weight.shape)
+    state = dataclasses.replace(state, log_weight=log_weight)
     return update_running(steer(state, potentials) if potentials else state)
 
 

@@ -2,9 +2,9 @@
 
 A row in flight has committed tokens and behind them a *pending* block of K drafts, which no target has seen. A cycle
 
-    drafts    K tokens behind the pending block, by the draft alone
+    proposes  K tokens behind the pending block, by the draft alone
     scores    the pending block, by the target alone
-    commits   the pending block with its weights, which makes the new drafts the pending block
+    commits   the pending block and weighs its rows, which makes the new drafts the pending block
     resamples rows together with their pending blocks
 
 Drafts and scores need nothing of each other, so two devices can compute them at the same time

@@ -1,4 +1,4 @@
-"""Importance weights in log space (docs/explanation/algorithm.md, "One cycle", steps 4 to 6).
+"""Importance weights in log space (docs/explanation/algorithm.md, "One cycle").
 
     draft token d:  α·log p_T(d) − log q(d)
     bonus token:    log Σ_v p_T(v)^α  =  LSE(α·ℓ/T) − α·LSE(ℓ/T)
