@@ -12,6 +12,9 @@ A number in a sentence has a comment behind it with record, row, field and forma
 
     846<!--compare_h200 0 tokens_per_second ,.0f--> tokens/s, 1.7<!--compare_h200 2/0 ms .1f--> times
 
+Of a record whose rows are cells, the field is a column, or a column and which number of its cell: `3.1` is 465 of
+"1.10 (465)" in the fourth one.
+
 Records whose `raw` is null were transcribed from the pages when those had figures of their own; their raw windows are
 lost. Tables that are `plain` or `dated` show their rows cell by cell. A new run's file takes the place of a record, and
 this script does the rest.
@@ -38,7 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 PICTURE = ROOT / "docs" / "images" / "cycle.svg"
 PROFILE = "profile_h200"
 BLOCK = re.compile(r"(<!-- figures: (\w+) ([\w ]+) -->\n).*?(\n?<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"[^\s(|*\[]+?<!--(\w+) (-?\d+)(?:/(\d+))? (\w+) ([^ ]+)-->")
+NUMBER = re.compile(r"[^\s(|*\[]+?<!--(\w+) (-?\d+)(?:/(\d+))? ([\w.]+) ([^ ]+)-->")
 Record = dict[str, Any]
 
 
@@ -143,6 +146,14 @@ TABLES: dict[str, Callable[..., str]] = {
 }
 
 
+def value_of(row: Record | list[str], field: str) -> float:
+    """The number that a row has in this field."""
+    if isinstance(row, dict):
+        return float(row[field])
+    column, _, number = field.partition(".")
+    return float(re.findall(r"-?[\d,]*\.?\d+", row[int(column)])[int(number or 0)].replace(",", ""))
+
+
 def figured(text: str) -> str:
     """The page with its figures as the records have them."""
 
@@ -153,7 +164,7 @@ def figured(text: str) -> str:
     def number(found: re.Match[str]) -> str:
         name, row, over, field, form = found.groups()
         rows = record(name)["rows"]
-        value = rows[int(row)][field] / (rows[int(over)][field] if over else 1)
+        value = value_of(rows[int(row)], field) / (value_of(rows[int(over)], field) if over else 1)
         return f"{value:{form}}{found[0][found[0].index('<!--') :]}"
 
     return NUMBER.sub(number, BLOCK.sub(block, text))

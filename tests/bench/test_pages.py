@@ -41,6 +41,14 @@ def test_a_wrong_figure_is_seen(page: str, written: str, false: str) -> None:
     assert pages.figured(wrong) == text
 
 
+def test_a_number_of_a_cell_is_found() -> None:
+    cells = ["16 requests, 32 tokens each", "1.10 (1,465)", "**.27**", "-0.4%"]
+    assert [pages.value_of(cells, field) for field in ("0.1", "1", "1.1", "2", "3")] == [32, 1.1, 1465, 0.27, -0.4]
+    assert pages.value_of({"ms": 2}, "ms") == 2.0
+    text = "9<!--cpu_epyc 1 3.1 .0f--> tokens/s, 9<!--cpu_epyc 1/0 3.1 .1f--> times"
+    assert pages.figured(text) == "465<!--cpu_epyc 1 3.1 .0f--> tokens/s, 8.9<!--cpu_epyc 1/0 3.1 .1f--> times"
+
+
 def test_the_command_says_what_is_stale(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
