@@ -36,7 +36,7 @@ from smcjax.decoding.sequences import Block, Sequences, cut_block
 from smcjax.decoding.speculation import propose, score
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.acceptance import NewBlock, Scored
-from smcjax.smc.parts import acceptance_of, ending_of
+from smcjax.smc.chosen_parts import acceptance_of, ending_of
 from smcjax.smc.potential import Answers
 from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.state import Info, SMCProgram, State

@@ -36,8 +36,8 @@ from smcjax.decoding.scores import Scores, scores
 from smcjax.decoding.sequences import put_behind
 from smcjax.decoding.speculation import score
 from smcjax.smc.acceptance import NewBlock
+from smcjax.smc.chosen_parts import ending_of
 from smcjax.smc.cycle import commit, draft_distribution, end, resample, tempered
-from smcjax.smc.parts import ending_of
 from smcjax.smc.state import Info, SMCProgram, State
 from smcjax.smc.weights import draft_increment, logprob_at
 

@@ -25,7 +25,7 @@ import numpy as np
 from smcjax import smc
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import CacheSpec, KVCache, PageArray, PagePool
-from smcjax.smc import acceptance, cycle, lifecycle, parts, resampling, weights
+from smcjax.smc import acceptance, chosen_parts, cycle, lifecycle, resampling, weights
 from smcjax.smc.acceptance import Acceptance, NewBlock, RejectionControl
 from smcjax.smc.control import at
 from smcjax.smc.resampling import ancestors
@@ -184,7 +184,7 @@ def controlled(
 def outcomes(mutation: str, config: smc.SMC, log_weight: Any, finished: Any) -> tuple[Any, Any]:
     """The chances [P, B] of every outcome of the rule about ends, and its log weights [P, B, N]."""
     with mutated(mutation):
-        found = parts.ending_of(config).outcomes(log_weight, finished)
+        found = chosen_parts.ending_of(config).outcomes(log_weight, finished)
     chosen = found.probability[:, :-1]  # the last outcome takes what these leave
     return jnp.concatenate([chosen, 1 - chosen.sum(axis=1, keepdims=True)], axis=1), found.log_weight
 
