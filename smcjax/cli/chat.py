@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--model must have a tokenizer with a chat template, got {args.model}; use smcjax generate."
             )
-        return _Conversation(args, llm, params, getattr(decoding, "power", 1.0)).run()
+        return _Conversation(args, llm, params, decoding.power).run()
 
 
 class _Conversation:

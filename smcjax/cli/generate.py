@@ -90,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(summary(output), file=sys.stderr)
         # The evidence of an answer with a form is the form's.
-        Doubt(bundled=args.model is None and params.expression is None, power=getattr(decoding, "power", 1.0)).consider(
-            output
-        )
+        Doubt(bundled=args.model is None and params.expression is None, power=decoding.power).consider(output)
     if args.trace is not None:
         from smcjax.viz.trace_file import save_trace
 
@@ -117,7 +115,7 @@ def _run_lines(args: argparse.Namespace, decoding: Choice, params: SamplingParam
     if not args.quiet:
         tokens = sum(output.metrics.generated_tokens for output in outputs)
         print(f"[{len(outputs)} requests · {tokens} tokens · {len(failed)} failed]", file=sys.stderr)
-        doubt = Doubt(bundled=args.model is None, power=getattr(decoding, "power", 1.0))
+        doubt = Doubt(bundled=args.model is None, power=decoding.power)
         for line, output in zip(lines, outputs, strict=True):
             if line.params.expression is None:
                 doubt.consider(output, f"the prompt of line {line.number}")

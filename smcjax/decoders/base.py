@@ -111,6 +111,11 @@ class Decoding(abc.ABC):
         return False
 
     @property
+    def power(self) -> float:
+        """α, the exponent of the target distribution."""
+        return 1.0
+
+    @property
     def overlaps(self) -> bool:
         """True where drafting a block and scoring one need nothing of each other, so that two devices can do both."""
         return False
