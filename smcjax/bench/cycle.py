@@ -24,7 +24,7 @@ from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoders import Decoding
 from smcjax.decoding.draft_model import DraftModel
 from smcjax.decoding.groups import PairParams
-from smcjax.device import this_device
+from smcjax.device import on_cpu, this_device
 from smcjax.engine.load.loading import check_pages, make_decoder, scores_bytes
 from smcjax.engine.requests.batch import Batch
 from smcjax.engine.run.memory import Budget, memory_of_each, weight_bytes
@@ -119,7 +119,7 @@ class CycleResult:
     held_workspace_bytes: int  # of several devices that write into each other's memory
     scratch_bytes: int  # of the program that needs most
     bandwidth: float  # bytes/s of the roofline
-    read_bandwidth: float | None  # bytes/s that a large reduction reads, measured; None: not measured
+    read_bandwidth: float | None  # bytes/s that a large reduction reads, measured; None: not measured, as on a CPU
     flop_rate: float  # FLOP/s, measured
     weight_roofline_ms: float
     roofline_ms: float  # with KV and FLOPs
@@ -137,13 +137,14 @@ class Rates:
 
     bandwidth: float  # bytes/s, of the datasheet where it is known
     flops: float  # FLOP/s, measured
-    read: float | None = None  # bytes/s, measured
+    read: float | None = None  # bytes/s, measured on a GPU alone: tables of records compare cards by it
 
     @classmethod
     def measure(cls, dtype: str, bandwidth: float | None = None) -> Rates:
         """Measures the default device, in products of `dtype`; `bandwidth` overrides the datasheet's."""
         known = bandwidth or this_device().bandwidth
-        return cls(known or measure_bandwidth(), measure_flop_rate(dtype), measure_read_bandwidth())
+        read = None if on_cpu() else measure_read_bandwidth()
+        return cls(known or measure_bandwidth(), measure_flop_rate(dtype), read)
 
 
 def measure_bandwidth() -> float:
@@ -153,9 +154,8 @@ def measure_bandwidth() -> float:
     return 2 * x.nbytes / _median_seconds(lambda: add(x))
 
 
-def measure_read_bandwidth() -> float:
+def measure_read_bandwidth(rows: int = 1 << 16, sums: int = 8) -> float:
     """Bytes per second of sums over the rows of a large matrix, one enqueued behind the other."""
-    rows, sums = (1 << 16, 8) if jax.default_backend() == "gpu" else (1 << 14, 1)
     x = jax.random.normal(key_of(0), (rows, 1 << 12), jnp.float32)
     add = jax.jit(lambda x: x.sum(axis=1))
     return sums * x.nbytes / _median_seconds(lambda: [add(x) for _ in range(sums)])

@@ -57,6 +57,17 @@ def test_figures_belong_together(decoding: SMC | Autoregressive) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_device_reads_is_measured_where_records_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cycle.measure_read_bandwidth(rows=1 << 10, sums=1) > 1e8
+    monkeypatch.setattr(cycle, "measure_flop_rate", lambda _: 1e12)
+    monkeypatch.setattr(cycle, "measure_read_bandwidth", lambda: 2e12)
+    rates = []
+    for on_cpu in (True, False):
+        monkeypatch.setattr(cycle, "on_cpu", lambda: on_cpu)  # noqa: B023 - called at once
+        rates.append(cycle.Rates.measure("float32", 3e12))
+    assert rates == [cycle.Rates(3e12, 1e12), cycle.Rates(3e12, 1e12, 2e12)]
+
+
 def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     plain, quantised = Models("tiny-target", "tiny-draft"), Models("tiny-target", "tiny-draft", "int8", "int8")
     decoding = SMC(3, 2, control=0, ess_threshold=0.0)

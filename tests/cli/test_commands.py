@@ -173,7 +173,7 @@ def test_bench_cycle_prints_a_table_and_saves_it(smcjax: Command, tmp_path: Path
     assert result.code == 0
     report = rows_of(saved)[0]
     assert report["bandwidth"] == 1e10
-    assert report["read_bandwidth"] > 1e8
+    assert report["read_bandwidth"] is None  # on a CPU
     assert (report["n_particles"], report["gamma"], len(report["ms_windows"])) == (3, 2, 2)
     assert "of the weight roofline" in result.out
 
