@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from smcjax.viz.picture import FONTS, INK, colour_of
+
 WIDTH, BAR, LINE, TOP = 720, 44, 20, 30
-COLOURS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#b279a2")
 # A kernel belongs to the first part whose phase and name fit; the last takes all others.
 PARTS = (
     ("draft steps", "propose", r"decode_step"),
@@ -40,14 +41,14 @@ def draw_cycle(rows: Sequence[Mapping[str, Any]]) -> str:
     total = sum(microseconds for microseconds, _ in parts.values())
     height = TOP + BAR + 16 + LINE * len(parts)
     drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="14">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="{FONTS}" '
+        f'font-size="14" fill="{INK}">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="0" y="18">{total:,.0f} µs of kernels a cycle</text>',
     ]
     at = 0.0
     for number, (name, (microseconds, launches)) in enumerate(parts.items()):
-        width, colour = WIDTH * microseconds / total, COLOURS[number]
+        width, colour = WIDTH * microseconds / total, colour_of(number)
         said = f"{name}: {microseconds:,.0f} µs, {100 * microseconds / total:.1f}%, {launches:.0f} launches"
         y = TOP + BAR + 16 + LINE * number
         drawn += [
