@@ -40,6 +40,7 @@ async function main() {
     seen.replayed = await replayed(page, seen.live.id);
     seen.themes = await themes(page);
     seen.example = await example(page, seen);
+    seen.heaviest = await heaviest(page);
     seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
 
     seen.work = await work(await browser.newPage({ viewport: { width: 1280, height: 900 } }), watched);
@@ -217,6 +218,23 @@ async function example(page, seen) {
   const request = await asking;
   await done(page);
   return [await page.locator(".example").allTextContents(), request.postDataJSON()];
+}
+
+/** What stands beside the answer of a decoder that takes the heaviest particle: a server's stream, written here. */
+async function heaviest(page) {
+  const cycle = { cycle: 0, token_ids: [[1], [2]], texts: ["a", "b"], lengths: [1, 1], ancestors: [0, 1] };
+  Object.assign(cycle, { finished: [true, true], resampled: false, ess: 1.6, log_weights: [0, 1.1] });
+  const smc = { selected: 1, select: "best", particles: [{ text: "a", weight: 0.25 }, { text: "b", weight: 0.75 }] };
+  const chunks = [
+    { choices: [{ index: 0, text: "b" }], smc: { cycle } },
+    { id: "r", choices: [{ index: 0, text: "", finish_reason: "stop" }], smc },
+  ];
+  const body = [...chunks.map((one) => JSON.stringify(one)), "[DONE]"].map((data) => `data: ${data}\n\n`).join("");
+  await page.route("**/v1/**completions", (route) => route.fulfill({ contentType: "text/event-stream", body }));
+  await ask(page, "ab", 4);
+  await done(page);
+  await drawn(page);
+  return page.textContent("#chosen");
 }
 
 async function renamed(route) {

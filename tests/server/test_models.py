@@ -44,7 +44,12 @@ def test_labels(decoding: Decoding, label: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decoding", "beside"), [(SMC(), {}), (SMC(pipelined=True), {"control": 0.0, "pipelined": True})]
+    ("decoding", "beside"),
+    [
+        (SMC(), {}),
+        (SMC(pipelined=True), {"control": 0.0, "pipelined": True}),
+        (SMC(select="best"), {"select": "best"}),
+    ],
 )
 def test_descriptions_say_what_is_unusual(decoding: SMC, beside: dict[str, float]) -> None:
     served = SimpleNamespace(llm=SimpleNamespace(decoding=decoding))

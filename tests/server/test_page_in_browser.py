@@ -145,6 +145,10 @@ def test_the_answer_stands_first_and_says_how_it_was_chosen(seen: dict[str, Any]
     assert seen["controlled"]["chosen"] == ""
 
 
+def test_the_heaviest_is_not_called_drawn(seen: dict[str, Any]) -> None:
+    assert seen["heaviest"] == "the heaviest of 2 particles; this text had weight 75%"
+
+
 def test_the_whole_run_is_in_view(seen: dict[str, Any]) -> None:
     """Over a run wider than its window, and a click leads there; a run that fits has none."""
     whole = seen["work"]["whole"]
