@@ -29,6 +29,7 @@ from smcjax.engine.engine import Engine
 from smcjax.engine.llm import LLM
 from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.fingerprints import fingerprints
+from smcjax.engine.load.loading import models_for
 from smcjax.engine.requests.requests import Prompt
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.run.memory import buckets
@@ -120,6 +121,8 @@ class Profiler:
                 own["page_size"] = default_page_size(
                     self.plan.strategies, self._base.models, self._base._implementation
                 )
+            for one in self.plan.strategies:  # before minutes go into those that come first
+                models_for(one, self._base.models, own["page_size"])
         except BaseException:
             self._base.close()
             raise

@@ -103,7 +103,8 @@ class Rejection(Decoding):
     def __str__(self) -> str:
         if self.tree is not None:
             shape = f"{'parents' if self.tree[0] < 0 else 'children'} {' '.join(map(str, self.tree))}"
-            return f"rejection along a tree, {shape}, {self.siblings}{in_words(self.sparse)}"
+            order = "" if self.order == ORDERS[0] else f", nodes {self.order}"
+            return f"rejection along a tree, {shape}, {self.siblings}{order}{in_words(self.sparse)}"
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
         return f"rejection, K={self.gamma}{candidates}{in_words(self.sparse)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import pytest
 from smcjax import LLM, SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench import profile
 from smcjax.bench.profile import Plan, Profiler, strategies
+from smcjax.decoders import Decoding
 from smcjax.engine.load.fingerprints import fingerprints
-from smcjax.planner import Cell, Counted, Measured, Planner
-from tests.checkpoints import Pair, write_pair
+from smcjax.planner import Cell, Counted, Measured, Planner, Profile
+from smcjax.planner.report import markdown
+from tests.checkpoints import Pair, write_model, write_pair
+from tests.engine.test_nsa import OF_SPARSE
 
 SMALL = Plan((Autoregressive(), Rejection(2)), loads=(1, 2), contexts=(8,), cycles=2, windows=2, max_tokens=12)
 
@@ -78,6 +82,50 @@ def test_measuring(pair: Pair) -> None:
     assert Planner(made).strategies("exact") == [alone.decoding, drafting.decoding]
 
 
+def sparse(**how: Any) -> SparseVerification:
+    return SparseVerification("merged", **how)
+
+
+SPARSE: tuple[Decoding, ...] = (
+    Rejection(tree=(2, 1), sparse=sparse(group=2, order="dfs")),
+    Rejection(tree=(2, 1), sparse=sparse(group=2, order="position")),
+    Rejection(tree=(3,), order="dfs", sparse=sparse(group=3)),
+    Rejection(2, sparse=sparse(group=3, schedule=2)),
+)
+
+
+@pytest.fixture(scope="module")
+def sparse_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    where = tmp_path_factory.mktemp("sparse")
+    target = write_model(where / "target", 272, 1, num_layers=2, **OF_SPARSE)
+    return Pair(target, write_model(where / "draft", 264, 2, hidden_size=12))
+
+
+@pytest.mark.slow
+def test_trees_groups_orders_and_schedules_of_a_sparse_target(sparse_pair: Pair, tmp_path: Path) -> None:
+    """Measured together, each under a name of its own, ranked in its class at each context, and read back."""
+    plan = dataclasses.replace(SMALL, strategies=strategies(SPARSE), loads=(1,), contexts=(4, 32), windows=1)
+    with Profiler(plan, models(sparse_pair)) as profiler:
+        made = profiler.measure(["ab", "a" * 32])
+    assert not made.left_out
+    assert [one.decoding for one in made.strategies[2:]] == [*SPARSE]
+    assert len({str(one.decoding) for one in made.strategies}) == 6
+    assert [[one.context for one in strategy.counted] for strategy in made.strategies] == [[4, 32]] * 6
+    planner, text = Planner(made), markdown(made)
+    assert planner.strategies("exact") == [Autoregressive(), *SPARSE[:3]]
+    assert planner.strategies("exact, blocks by schedule 2") == [made.strategies[1].decoding, SPARSE[3]]
+    assert text.count("Best over the loads") == 2 * 2
+    assert all(f"| {one} |" in text for one in SPARSE)
+    made.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == made
+
+
+def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_measured(sparse_pair: Pair) -> None:
+    plan = dataclasses.replace(SMALL, strategies=(Rejection(2), Rejection(2, sparse=sparse(schedule=(True,) * 3))))
+    with pytest.raises(ValueError, match=r"^schedule must have a flag for each of the target's sparse layers, 2 in"):
+        Profiler(plan, models(sparse_pair))
+
+
 def test_all_strategies_have_pages_of_one_size(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody says how large they are: what is usual for all of them, and what the profile says."""
     asked = []
@@ -120,7 +168,7 @@ def test_what_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         Profiler(dataclasses.replace(SMALL, contexts=(1000,)), models(pair))
 
 
-def test_strategies_read_as_an_engine_would(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_read_as_an_engine_would(sparse_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody says how: the profile says it of each, as engines by load read as it says."""
     merged = SparseVerification("merged", 2)
     monkeypatch.setattr(
@@ -134,7 +182,7 @@ def test_strategies_read_as_an_engine_would(pair: Pair, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Profiler, "_strategy", measured)
     plan = dataclasses.replace(SMALL, strategies=(Rejection(2), Rejection(3)))
-    with Profiler(plan, models(pair)) as profiler:
+    with Profiler(plan, models(sparse_pair)) as profiler:
         assert [one.decoding for one in profiler.measure(["a"]).strategies] == [
             Rejection(gamma, sparse=merged) for gamma in (2, 3)
         ]

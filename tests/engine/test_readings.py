@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smcjax import LLM, Auto, Autoregressive, Rejection, SparseVerification
+from smcjax import LLM, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.decoders import Decoding
 from smcjax.engine.load import planned
 from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.engine.schedule.page_budget import Footprint
-from smcjax.planner import Profile, Switch, switch
+from smcjax.planner import Planner, Profile, Switch, switch
 from tests.checkpoints import Pair, write_model
 from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.test_engine import sound
@@ -25,7 +27,6 @@ pytestmark = pytest.mark.all_sizes
 
 ALONE = Autoregressive()
 SINGLE, MERGED = (Rejection(3, sparse=SparseVerification(*how)) for how in (("per_query",), ("merged", 2)))
-SHARED = Rejection(3, sparse=SparseVerification("shared", 4))
 TIMES: dict[Decoding, dict[int, float]] = {ALONE: {1: 9.0, 2: 9.0}, SINGLE: {1: 1.0, 2: 2.0}, MERGED: {1: 2.0, 2: 1.0}}
 FIELDS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "page_size": 4}
 
@@ -58,10 +59,10 @@ def profile_of(base: LLM, times: dict[Decoding, dict[int, float]], path: Path) -
     return path
 
 
-def answers(llm: LLM) -> list[list[int]]:
+def answers(llm: LLM, asked: Sequence[SamplingParams] = PARAMS) -> list[list[int]]:
     """The answers to requests that arrive one by one, every few steps; pages are sound after each."""
     engine, names, found = in_short_chunks(llm).engine, list[str](), dict[str, list[int]]()
-    todo = [llm.request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    todo = [llm.request(prompt, params) for prompt, params in zip(PROMPTS, asked, strict=True)]
     while todo or engine.busy:
         if todo:
             names.append(todo[0].request_id)
@@ -108,21 +109,89 @@ class Scripted(Switch):
         return self._present
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("other", "same"), [(MERGED, True), (SHARED, False)])
-def test_whoever_reads_when(
-    base: LLM, fixed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Decoding, same: bool
-) -> None:
-    """By turns at random too; the control is a reading that shares blocks, which would be another law."""
-    path = profile_of(base, {SINGLE: {1: 1.0}, other: {1: 1.0}}, tmp_path / "p.json")
+def in_turns(base: LLM, choices: tuple[Decoding, ...], where: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """An `LLM` whose cycles have these readings by turns at random."""
+    path = profile_of(base, {one: {1: 1.0} for one in choices}, where / "p.json")
     monkeypatch.setattr(planned, "Switch", Scripted)
-    monkeypatch.setattr(planned, "readings", lambda planner, decoding, *_: (decoding, other))
-    if not same:
+    monkeypatch.setattr(planned, "readings", lambda *_: choices)
+    monkeypatch.setattr(Planner, "best", lambda *_: choices[0])
+    return LLM(share=base, decoding=Auto(profile=path), **FIELDS)
+
+
+ASKED = [dataclasses.replace(one, temperature=0.0) if one.seed in (1, 4) else one for one in PARAMS]  # two are greedy
+READ = (SparseVerification(), SparseVerification("merged", 4, "dfs"), SparseVerification("merged", 9))
+FORKING, LONGER = Rejection(2, n_candidates=2), Rejection(4)
+
+
+def in_readings(decoding: Rejection, how: Sequence[SparseVerification]) -> tuple[Decoding, ...]:
+    return tuple(dataclasses.replace(decoding, sparse=one) for one in how)
+
+
+@pytest.fixture(scope="module")
+def greedy(base: LLM) -> dict[int, list[int]]:
+    """The target's own answers to the greedy requests."""
+    asked = {number: params for number, params in enumerate(ASKED) if not params.temperature}
+    with LLM(share=base, decoding=ALONE, **FIELDS) as llm:
+        outputs = llm.generate([PROMPTS[number] for number in asked], list(asked.values()), use_tqdm=False)
+    return {number: one.outputs[0].token_ids for number, one in zip(asked, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def by_one_reading(base: LLM) -> Callable[[Decoding], list[list[int]]]:
+    """A decoder's answers, all cycles read alike."""
+
+    @functools.cache
+    def of(decoding: Decoding) -> list[list[int]]:
+        with LLM(share=base, decoding=decoding, **FIELDS) as llm:
+            return answers(llm, ASKED)
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoding", [FORKING, LONGER], ids=str)
+def test_readings_at_random_change_no_token(
+    base: LLM,
+    greedy: dict[int, list[int]],
+    by_one_reading: Callable[[Decoding], list[list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    decoding: Rejection,
+) -> None:
+    """Whichever of three strict readings each cycle has, so the law is that of the strict class: seeds have the tokens
+    of one reading, twice, and greedy requests the target's own. Candidates fork pages; prompts share cached ones.
+
+    Control: another K has other tokens of the same seeds, though of the same law, so K's do not take turns.
+    """
+    choices = in_readings(decoding, READ)
+    fixed = by_one_reading(choices[0])
+    with in_turns(base, choices, tmp_path, monkeypatch) as llm:
+        assert answers(llm, ASKED) == fixed
+        assert answers(llm, ASKED) == fixed
+        assert list(llm.batch_cycles) == [str(one) for one in choices]
+        assert min(llm.batch_cycles.values()) > 3
+        assert llm.metrics()["prefix_cache_hits"] > 0
+    assert {number: fixed[number] for number in greedy} == greedy
+    other = by_one_reading(LONGER if decoding == FORKING else FORKING)
+    assert {number: other[number] for number in greedy} == greedy
+    assert other != fixed
+
+
+@pytest.mark.slow
+def test_no_reading_is_of_another_class(
+    base: LLM,
+    by_one_reading: Callable[[Decoding], list[list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that shares blocks and one that reuses them are refused; among the others, the first changes tokens."""
+    choices = in_readings(LONGER, (*READ[:2], SparseVerification("shared", 4)))
+    for others in (choices, in_readings(LONGER, (READ[0], SparseVerification(schedule=2))), (LONGER, Rejection(2))):
         with pytest.raises(ValueError, match=r"^readings must give the same tokens"):
-            LLM(share=base, decoding=Auto(profile=path), **FIELDS)
-        monkeypatch.setattr(switch, "same_tokens", lambda *_: True)
-    with LLM(share=base, decoding=Auto(profile=path), **FIELDS) as llm:
-        assert (answers(llm) == fixed) == same
+            in_turns(base, others, tmp_path, monkeypatch)
+    monkeypatch.setattr(switch, "same_tokens", lambda *_: True)
+    with in_turns(base, choices, tmp_path, monkeypatch) as llm:
+        assert answers(llm, ASKED) != by_one_reading(choices[0])
         assert min(llm.batch_cycles.values()) > 3
 
 
