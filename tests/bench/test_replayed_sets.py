@@ -25,6 +25,7 @@ from smcjax.pallas import implementations
 from smcjax.sparse import groups as nsa_groups
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
+from smcjax.trees import ORDERS, DraftTree
 from tests.bench.sparse_population import Layer, Population
 from tests.helpers import noisy_params, tiny_config
 
@@ -294,3 +295,59 @@ def test_measured_selections_are_those_of_verification() -> None:
         _, sets = jax.jit(watched(forward, None, gives_sets=True))(*arguments)
     np.testing.assert_array_equal(found, sets.selected)
     assert found.sum(-1).max() == SPARSE.num_blocks
+
+
+TREE = DraftTree.of((2, 2))  # 0 → 1, 2; 1 → 3, 4; 2 → 5, 6
+
+
+def test_nodes_select_as_their_paths_would() -> None:
+    """Each of a tree's nodes has the sets of the same position in a text that goes along its path.
+
+    Control: the sets of another leaf's path, behind the node they have in common.
+    """
+    texts, params = text(), noisy_params(CONFIG)
+    cache = jax.jit(measure.paged_hidden_states, static_argnums=0)(CONFIG, params, texts.cache, texts.view)[1]
+    column = 3
+    with watching():
+        sets, tokens = measure.tree_selections(CONFIG, TREE, params, cache, texts.view, jnp.asarray(column))
+    found = []
+    for leaf in (3, 4, 5, 6):
+        path = [*TREE.paths[leaf]]
+        along = texts.view.tokens.at[0, column : column + 3].set(tokens[jnp.asarray(path)])
+        view = dataclasses.replace(texts.view, tokens=along)
+        found.append(np.asarray(measure.selections(CONFIG, params, texts.cache, view))[:, 0, column : column + 3])
+        np.testing.assert_array_equal(np.asarray(sets)[:, path], found[-1])
+    assert len({*np.asarray(tokens[1:3]).tolist()}) == 2, "siblings are different tokens"
+    assert any((one[:, -1] != found[0][:, -1]).any() for one in found[1:])
+
+
+def test_what_groups_of_nodes_load() -> None:
+    """Of known sets: those of one branch are alike, so "dfs", which puts branches together, loads least.
+
+    Control: one by one, and all nodes together, no order matters.
+    """
+    sets = np.zeros((1, TREE.size, 1, 8), bool)
+    sets[0, [0, 1, 3, 4], 0, :4] = sets[0, [2, 5, 6], 0, 4:] = True
+    sums = measure.Sums([], [], {})
+    sums.add_tree(TREE, sets)
+    assert [sums.over_one_by_one(TREE, 4, order) for order in ("bfs", "dfs", "position")] == [4 / 7, 2 / 7, 4 / 7]
+    assert {sums.over_one_by_one(TREE, 1, order) for order in ORDERS} == {1.0}
+    assert {sums.over_one_by_one(TREE, 16, order) for order in ORDERS} == {2 / 7}
+    assert "| 7 nodes, 2 deep | 4 | 0.57 | 0.29 | 0.57 |" in measure.trees_table(sums, [TREE])
+
+
+def test_sets_of_consecutive_layers() -> None:
+    """A query's set beside the same query's in the next layer, as counted one by one; trees are counted beside."""
+    tokens = np.random.default_rng(0).integers(0, 7, BEGIN + QUERIES + 1).astype(np.int32)
+    params = noisy_params(CONFIG)
+    sums = measure.counted(CONFIG, params, [measure.Document(tokens, BEGIN)], QUERIES, [TREE])
+    found = np.asarray(measure.selections(CONFIG, params, text().cache, text().view))[:, 0]
+    positions = np.asarray(text().view.positions[0])
+    ranked = np.stack([chosen_by_rank(SPARSE, one, positions) for one in found])
+    for layer, one in enumerate(sums.next_layers):
+        common = (ranked[layer] & ranked[layer + 1]).sum() / ranked[layer + 1].sum()
+        assert one.by_rank[0] == pytest.approx(common)
+    assert len(sums.next_layers) == 2
+    assert len(sums.layers) == 3
+    assert measure.layers_table(sums).startswith("| layers | 0 and 1 | 1 and 2 | all | by chance |")
+    assert 0.2 < sums.over_one_by_one(TREE, 8, "bfs") < 1
