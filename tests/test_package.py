@@ -70,6 +70,24 @@ def test_a_cpu_imports_no_kernel_language() -> None:
     assert result.stdout == "[]\n5\n"
 
 
+def test_an_llm_imports_two_packages_beside_jax() -> None:
+    """Names are counted rather than seconds, which a loaded machine stretches: the modules here take a quarter of one.
+
+    `tqdm` in the end is the negative control.
+    """
+    code = """if True:
+        import sys, jax
+        found = lambda: {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+        before = found()
+        from smcjax import LLM
+        print(sorted(found() - before))
+        import tqdm
+        print("tqdm" in found() - before)
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == "['jaxtyping', 'safetensors', 'smcjax']\nTrue\n"
+
+
 def test_the_distribution_is_not_the_strangers_of_that_name() -> None:
     """On PyPI `smcjax` is somebody else's: nothing that we say may fetch it."""
     assert metadata.version("smc-sd-jax") == smcjax.__version__
