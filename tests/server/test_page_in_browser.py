@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import serve_page
 
 from smcjax.engine.engine import Engine
 from tests.server.conftest import SMC_NAME, Running, idle
@@ -25,7 +26,7 @@ TAG = "<img src=x onerror=\"document.title='run'\">"
 
 def missing() -> str | None:
     """Names what this machine lacks, None where it has all."""
-    for programs in (("node",), ("chromium", "chromium-browser", "google-chrome")):
+    for programs in (("node",), serve_page.BROWSERS):
         if not any(map(shutil.which, programs)):
             return f"no {programs[0]}"
     found = subprocess.run(["node", "-e", "require.resolve('playwright-core')"], capture_output=True, check=False)
@@ -107,7 +108,7 @@ def seen(server: Running, http: httpx.Client, tmp_path_factory: pytest.TempPathF
              "finished": [True, True], "resampled": False, "ess": None, "log_weights": None}  # fmt: skip
     end = {"end": {"selected": 0, "log_evidence": None, "weights": [0.75, 0.25]}}
     (files / "run.jsonl").write_text(f"{json.dumps(event)}\n{json.dumps(end)}\n")
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    browser = next(filter(None, map(shutil.which, serve_page.BROWSERS)))
     command = ["node", str(DRIVER), server.url, browser, str(files / "run.jsonl"), str(files / "trace.json")]
     return {**look(command), "expected": trace.json(), "idle": idle(server.llm(), 60)}
 
@@ -143,6 +144,15 @@ def test_the_answer_stands_first_and_says_how_it_was_chosen(seen: dict[str, Any]
     assert below < 0
     assert larger > 1.2
     assert seen["controlled"]["chosen"] == ""
+
+
+def test_the_picture_of_the_docs_can_be_made(server: Running, tmp_path: Path) -> None:
+    """As large as the one that is kept, of an answer as long as this pair gives."""
+    made = tmp_path / "made.png"
+    serve_page.photograph(server.url, made, prompt="ab", seed=SEED, max_tokens=40)
+    head = slice(24)  # signature, name and size
+    assert made.read_bytes()[head] == serve_page.PICTURE.read_bytes()[head]
+    assert made.stat().st_size > 30_000
 
 
 def test_the_heaviest_is_not_called_drawn(seen: dict[str, Any]) -> None:
