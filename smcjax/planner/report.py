@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from smcjax.decoders import Decoding
 from smcjax.markdown import head, row
 from smcjax.planner.prediction import Planner
 from smcjax.planner.profile import Profile
@@ -45,6 +46,13 @@ def markdown(profile: Profile) -> str:
             gained = gains_by_prompt(planner, law, context)
             if gained is not None:
                 lines[-1] += f" By prompt at the least load choosing gains {_percent(gained)} (quantiles 10, 50, 90%)."
+        gain = gain_of_choosing(planner, law)
+        if gain is not None and len(profile.contexts) > 1:
+            one, by_context, by_prompt = gain
+            lines.append(
+                f"\nOver all prompts at the least load, {one} is the best one strategy; choosing by context gains "
+                f"{100 * by_context:.1f}%, by prompt with hindsight {100 * by_prompt:.1f}%."
+            )
     return "\n".join(lines).strip()
 
 
@@ -54,24 +62,51 @@ def gains_by_prompt(planner: Planner, law: str, context: float) -> tuple[float, 
     Prompts are those that were counted at the context, or nearest to it. None where strategies were not measured on the
     same ones.
     """
-    prompts = {
-        one.decoding: min(one.counted, key=lambda counted: abs(math.log(counted.context / context))).prompts
-        for one in planner.profile.strategies
-        if one.law == law
-    }
-    counts = {len(each) for each in prompts.values()}
-    if len(counts) != 1 or counts == {0}:
+    contexts = {counted.context for one in planner.profile.strategies for counted in one.counted}
+    times = _ms_per_token(planner, law, min(contexts, key=lambda one: abs(math.log(one / context))), context)
+    if times is None:
         return None
-    load = planner.profile.loads[0]
-    speeds = [
-        [tokens / planner.cycle_ms(one, load, context) for tokens in each] for one, each in prompts.items()
-    ]  # of each strategy on each prompt
-    fixed = min(speeds, key=lambda row: sum(1 / speed for speed in row))
-    each = sorted(max(column) / speed - 1 for column, speed in zip(zip(*speeds, strict=True), fixed, strict=True))
+    fixed = min(times.values(), key=sum)
+    each = sorted(ms / min(column) - 1 for ms, column in zip(fixed, zip(*times.values(), strict=True), strict=True))
     if len(each) == 1:
         return (each[0],) * len(QUANTILES)
     cuts = statistics.quantiles(each, n=10, method="inclusive")
     return tuple(cuts[round(10 * quantile) - 1] for quantile in QUANTILES)
+
+
+def gain_of_choosing(planner: Planner, law: str) -> tuple[Decoding, float, float] | None:
+    """The one strategy with the shortest time for all prompts of all contexts, and what choosing gains over it.
+
+    The gains are of the fastest strategy of each context, and of each prompt with hindsight, as shares of its speed;
+    prompts count alike, as if all had as many tokens to answer. None where strategies were not measured on the same
+    prompts.
+    """
+    contexts = {counted.context for one in planner.profile.strategies for counted in one.counted}
+    found = [_ms_per_token(planner, law, context, context) for context in sorted(contexts)]
+    times = [one for one in found if one is not None]
+    if not times or len(times) < len(found):
+        return None
+    single = {one: sum(sum(of_context[one]) for of_context in times) for one in times[0]}
+    by_context = sum(min(map(sum, of_context.values())) for of_context in times)
+    by_prompt = sum(sum(map(min, zip(*of_context.values(), strict=True))) for of_context in times)
+    best = min(single, key=single.__getitem__)
+    return best, single[best] / by_context - 1, single[best] / by_prompt - 1
+
+
+def _ms_per_token(planner: Planner, law: str, counted: int, context: float) -> dict[Decoding, list[float]] | None:
+    """Milliseconds a token at the least load of each strategy, on each prompt that was counted at a context.
+
+    None where strategies were not counted on the same prompts.
+    """
+    load, measured = planner.profile.loads[0], [one for one in planner.profile.strategies if one.law == law]
+    prompts = {
+        one.decoding: [tokens for each in one.counted if each.context == counted for tokens in each.prompts]
+        for one in measured
+    }
+    counts = {len(each) for each in prompts.values()}
+    if len(counts) != 1 or counts == {0}:
+        return None
+    return {one: [planner.cycle_ms(one, load, context) / tokens for tokens in each] for one, each in prompts.items()}
 
 
 def _percent(numbers: Sequence[float]) -> str:
