@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smcjax.auto import Auto
     from smcjax.decoders import SMC, Autoregressive, Rejection
+    from smcjax.decoders.text_potential import TextPotential
     from smcjax.engine.async_llm import AsyncLLM
     from smcjax.engine.llm import LLM
     from smcjax.engine.requests.sampling_params import SamplingParams
@@ -43,6 +44,7 @@ __all__ = [
     "SamplingParams",
     "SparseVerification",
     "StreamChunk",
+    "TextPotential",
     "TokenLogprob",
     "Trace",
     "majority",
@@ -58,6 +60,7 @@ _HOME = {
     "CheckpointError": "errors",
     "SamplingParams": "engine.requests.sampling_params",
     "SparseVerification": "sparse.verification",
+    "TextPotential": "decoders.text_potential",
     "majority": "engine.results.majority",
 }
 _SUBPACKAGES = ("kv", "model", "pallas", "rejection", "smc")

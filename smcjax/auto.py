@@ -28,12 +28,12 @@ def gives_draft(model: object, draft_model: object, draft_drop_layers: object) -
 def left_to_exact(decoding: Decoding, params: Any) -> str | None:
     """Why an exact decoder is to answer a request with these `SamplingParams` in place of this one, in a clause.
 
-    None: this one answers, or refuses what no exact decoder honours either, as a control.
+    None: this one answers, or refuses what no exact decoder honours either, as a control or a potential.
     """
     try:
         decoding.check(params)
     except NeedsExact as error:
-        return error.why if params.control is None else None
+        return error.why if params.control is None and not params.potentials else None
     except ValueError:
         pass
     return None

@@ -149,6 +149,10 @@ class Decoding(abc.ABC):
                 f"control is {params.control:g} and decides what SMC rejects, but decoding is {self.name}; leave it "
                 "out, or use decoding=SMC()."
             )
+        if params.potentials:
+            raise ValueError(
+                f"potentials weigh a population, but decoding is {self.name}; leave them out, or use decoding=SMC()."
+            )
 
     def check_draft(self, draft: Drafting, control: float | None = None) -> None:  # noqa: B027
         """Raises ValueError for drafts that this decoder cannot use.

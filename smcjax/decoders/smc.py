@@ -302,10 +302,10 @@ class SMC(Decoding):
                 f"control is {params.control:g} and the decoder pipelined, which cannot reject drafts that the next "
                 "block stands on; leave control out, or use SMC(pipelined=False)."
             )
-        if params.stop_strings and self.potentials:
+        if params.stop_strings and (self.potentials or params.device_potentials):
             raise ValueError(
-                "stop strings cut answers behind which potentials have looked; use stop_token_ids, which are exact, or "
-                "leave potentials out."
+                "stop strings cut answers behind which potentials of tokens have looked; use stop_token_ids, which are "
+                "exact, or a TextPotential, which sees what is left."
             )
         if params.stop_strings and self.power != 1.0:
             raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Literal
 
 from smcjax.decoders import Decoding, Speculation
+from smcjax.decoders.parts import Potential
 from smcjax.decoding.draft_model import DraftModel
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.proposer import Proposer
@@ -16,7 +17,10 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.paged import create_cache, reads_by_kernels
 from smcjax.pallas.dispatch import implementations
 
-Feature = Literal["truncation", "control", "grammar", "adjustments", "logprobs", "prompt_logprobs"]
+Feature = (
+    Literal["truncation", "control", "grammar", "adjustments", "logprobs", "prompt_logprobs", "text_potentials"]
+    | Potential
+)
 
 
 def by_implementation[**P, R](
@@ -47,6 +51,8 @@ class Program[D: Decoding]:
             does not know of it. "truncation": top_k and top_p, which sort a vocabulary at every step. "control": a
             control of its own for `SMC(control=0)`, for which whole distributions of drafts are kept. "adjustments":
             `Requests.adjustments`. "grammar": the forms of answers, `Memory.automata`.
+            "text_potentials": values that the host sends (`smcjax.smc.steering`). A `Potential`: that factor, of
+            requests which ask for it.
             "logprobs": the `Scores` of new tokens in reports (`smcjax.decoding.scores`); "prompt_logprobs": those of
             the prompt's tokens.
         disaggregated_axis: the mesh axis of two devices, one of which drafts while the other scores. Only a decoder
@@ -84,6 +90,11 @@ class Program[D: Decoding]:
     def ragged(self) -> bool:
         """True where drafts can be rejected."""
         return "control" in self.features or self.decoding.ragged
+
+    @property
+    def requested_potentials(self) -> tuple[Potential, ...]:
+        """The potentials among the features, in a fixed order."""
+        return tuple(sorted((one for one in self.features if not isinstance(one, str)), key=repr))
 
     @property
     def proposer(self) -> Proposer | None:

@@ -35,6 +35,8 @@ class Requests:
     adjustments: Any = None
     # [G] int32, each request's place in `Memory.automata`, −1: none. None: no request has one.
     automaton: Any = None
+    # [G, P] bool, which of `Program.requested_potentials` each has; None outside of programs that know of any.
+    potentials: Any = None
 
     @classmethod
     def alike(
@@ -119,6 +121,7 @@ class Population:
     log_evidence: Float[Array, " G"]
     selected: Int[Array, " G"]  # the row that answers
     failed: Bool[Array, " G"]
+    log_text_potential: Float[Array, "G N"] | None = None  # what the weights have of text potentials
 
 
 def population(
@@ -128,6 +131,7 @@ def population(
     log_evidence: Float[Array, " G"],
     selected: Int[Array, " G"],
     failed: Bool[Array, " G"],
+    log_text_potential: Float[Array, "G N"] | None = None,
 ) -> Population:
     """Rows [R, …] arranged by group [G, N, …]."""
 
@@ -143,6 +147,7 @@ def population(
         log_evidence=log_evidence,
         selected=selected,
         failed=failed,
+        log_text_potential=log_text_potential,
     )
 
 

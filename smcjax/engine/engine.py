@@ -35,11 +35,13 @@ from smcjax.engine.run.features import ProgramVariants, features_now, features_o
 from smcjax.engine.run.memory import buckets
 from smcjax.engine.run.programs import Progress, shown
 from smcjax.engine.run.runner import Chunk, Runner
+from smcjax.engine.run.steering import Scorer, Steering, values_of
 from smcjax.engine.schedule.clock import Clock
 from smcjax.engine.schedule.page_budget import Footprint, Mark
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.scheduler import Group, Schedule, Scheduler
 from smcjax.planner import Switch
+from smcjax.smc.steering import TextValues
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("smcjax")
@@ -115,6 +117,8 @@ class Engine:
         self._background = BackgroundCompiler(runner)
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
+        self._scorer = Scorer()
+        self._scoring: list[tuple[Running, Any]] = []  # populations whose whole answers text potentials are asked about
         self.batch_cycles = dict.fromkeys(runner.readings, 0)  # of the whole batch
         self.seconds_waited = 0.0  # for results that the device had not finished
         self.totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0, "preemptions": 0}
@@ -123,7 +127,7 @@ class Engine:
     def busy(self) -> bool:
         """True while a step has anything to do."""
         self._finish_reset()
-        return bool(self._scheduler or self._reported or self._outputs)
+        return bool(self._scheduler or self._reported or self._outputs or self._scoring)
 
     @property
     def all_started(self) -> bool:
@@ -161,6 +165,8 @@ class Engine:
             running = self._running[request_id]
             running.aborted = True
             self._leave(running)
+        for running, _ in self._scoring:
+            running.aborted = running.aborted or running.request.request_id == request_id
 
     def lacks_programs(self, request_id: str) -> bool:
         """True while a request waits until programs that it needs are compiled."""
@@ -225,12 +231,13 @@ class Engine:
         """
         self._round += 1
         self._take_compiled()
+        self._take_values()
         schedule = self._scheduler.schedule(self._compiled_sizes if self.compiles_in_background else None)
         self._enqueue(schedule)
         if meanwhile is not None:
             meanwhile()
         if schedule.idle and not self._reported:
-            self._background.wait(PATIENCE)
+            (self._scorer if self._steered or self._scoring else self._background).wait(PATIENCE)
         return self._collect(self._round if schedule.idle else self._round - self._lag)
 
     def reset(self) -> None:
@@ -243,12 +250,14 @@ class Engine:
         self._streams.clear()
         self._reported.clear()
         self._outputs.clear()
+        self._scoring.clear()
         self.runner.discard()
         self.dirty = False
 
     def close(self) -> None:
         """Forgets everything and deletes it from the device, weights included. Nothing can be called after that."""
         self._background.abandon()
+        self._scorer.close()
         self.reset()
         self.runner.close()
 
@@ -283,13 +292,14 @@ class Engine:
                 self._running[group.request.request_id] = self._admitted(group)
         if "grammar" in program.features:
             runner.constrain({group.slot: group.request for group in self._scheduler.groups})
+        requests = {group.slot: group.request for group in self._scheduler.groups}
         if schedule.prefill:
             stored = defaultdict[int, list[tuple[int, int]]](list)
             for group, page, cache_slot in schedule.stored:
                 stored[group.slot].append((page, cache_slot))
             for readings in schedule.prefill:
                 chunks = [Chunk(g.slot, at, length, g.cached, stored[g.slot]) for g, at, length in readings]
-                first = runner.prefill(program, chunks)
+                first = runner.prefill(program, chunks, requests)
                 groups = {i: reading.group for i, reading in enumerate(readings)}
                 if "prompt_logprobs" in program.features:
                     scored = {i: g for i, g in groups.items() if g.request.params.prompt_logprobs is not None}
@@ -297,9 +307,10 @@ class Engine:
                 first = dataclasses.replace(first, prompt=None)
                 self._report("first", (first, None), {i: g for i, g in groups.items() if g.started})
         if schedule.cycle:
-            started = {g.slot: g for g in self._scheduler.groups if g.started}
-            reading = self._reading(schedule.size, started.values())
-            self._report("cycle", runner.step(program, reading), started)
+            cycling = {g.slot: g for g in self._scheduler.groups if g.cycles_now}
+            reading = self._reading(schedule.size, cycling.values())
+            values = self._values(schedule.size) if "text_potentials" in program.features else None
+            self._report("cycle", runner.step(program, reading, requests, values), cycling)
             self.batch_cycles[reading] += 1
             for running in list(self._running.values()):
                 self._conclude_settled(running)
@@ -378,10 +389,54 @@ class Engine:
     def _refuse_features(self, error: str) -> None:
         """Ends the requests that ask for features; the others go on without them."""
         for group in [group for group in self._scheduler.groups if self._features(group.request)]:
-            running = self._running[group.request.request_id]
-            running.refused = error
-            self._scheduler.withdraw(group.request.request_id)
-            self._leave(running)
+            self._refuse(self._running[group.request.request_id], error)
+
+    def _refuse(self, running: Running, error: str) -> None:
+        """Ends a request with an error."""
+        running.refused = error
+        self._conclude(running)
+
+    # Text potentials.
+
+    @property
+    def _steered(self) -> list[Running]:
+        return [running for running in self._running.values() if running.steering is not None]
+
+    def _take_values(self) -> None:
+        """Ends requests whose potentials have failed; lets groups wait whose next cycle takes values to come."""
+        for running in self._steered:
+            assert running.steering is not None
+            error = running.steering.error
+            if error is not None:
+                self._refuse(running, error)
+            running.group.waits = not running.steering.knows(running.group.cycles + 1)
+
+    def _values(self, size: int) -> TextValues:
+        """What the cycle that is scheduled takes of text potentials."""
+        found = {
+            running.group.slot: (running.steering, running.group.cycles, running.group.waits)
+            for running in self._steered
+            if running.steering is not None and running.group.started
+        }
+        return values_of(size, self.runner.program.rows, found)
+
+    def _scored(self) -> list[RequestOutput]:
+        """The outputs of requests about whose whole answers everything is known now."""
+        outputs, going = [], []
+        for running, population in self._scoring:
+            steering = running.steering
+            assert steering is not None
+            if not running.aborted and not steering.ended:
+                going.append((running, population))
+                continue
+            running.times.ended = self._clock.at()
+            if not running.aborted and steering.error is not None:
+                running.refused = steering.error
+            elif not running.aborted:
+                population = steering.final(population, select=self._decoder.decoding.select)
+            outputs.append(self._output(running, population))
+        self._scoring = going
+        return outputs
 
     def _admitted(self, group: Group) -> Running:
         """Makes the record of a group that joins. A preempted group begins again; its reader and clock go on."""
@@ -392,7 +447,10 @@ class Engine:
         stable_prefix = StablePrefixStream(request, tokenizer) if name in self._streams else None
         stops = StopStrings(request, tokenizer) if request.params.stop_strings and tokenizer is not None else None
         times = Times(self._arrivals[name], began=self._clock.at())
-        running = Running(group, self._decoder, stable_prefix, stops, times)
+        steering = None
+        if request.params.text_potentials and tokenizer is not None:
+            steering = Steering(request, tokenizer, self._scorer)
+        running = Running(group, self._decoder, stable_prefix, stops, times, steering)
         if stable_prefix is not None and request.trace:
             running.history = self._decoder.history(len(request.token_ids))
         return running
@@ -451,12 +509,21 @@ class Engine:
             leaves, tree = jax.tree.flatten(value)
             for index, running in reported.groups:
                 if reported.kind == "population":
-                    outputs.append(self._output(running, value))
+                    outputs += self._ended(running, value)
                     continue
                 self._follow(reported, running, jax.tree.unflatten(tree, [leaf[index] for leaf in leaves]))
+        outputs += self._scored()
         for output in outputs:
             self._count(output)
         return outputs
+
+    def _ended(self, running: Running, population: Any) -> list[RequestOutput]:
+        """The output of a request that has left; none yet where potentials are asked about its whole answers."""
+        if running.steering is None or running.aborted or running.refused is not None or population.failed[0]:
+            return [self._output(running, population)]
+        running.steering.end(population)
+        self._scoring.append((running, population))
+        return []
 
     def _follow(self, reported: _Reported, running: Running, value: Any) -> None:
         """Follows one group by a report, of a chunk of prefill or a cycle: streams, stop strings, its end."""
@@ -473,6 +540,8 @@ class Engine:
                 self._streams[name].append(chunk)
         if running.times.ended:  # what was under way when it left is part of its population; its stream has ended
             return
+        if running.steering is not None:
+            running.steer(kind, value)
         if kind == "first" and not running.times.first_seen:
             running.times.first_seen = self._clock.at()
         if value.done:

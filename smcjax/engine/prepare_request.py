@@ -133,6 +133,11 @@ class RequestPreparer:
         params, named = split_stops(params, self._tokenizer, vocab_size)
         check_token_ids(params, vocab_size)
         self._decoder.check(params)
+        if params.text_potentials and self._tokenizer is None:
+            raise ValueError(
+                "a TextPotential needs the text of answers, and the model directory has no tokenizer; use a potential "
+                "of tokens (smcjax.smc.Potential)."
+            )
         stop_ids = self._stop_ids(params, named)
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from smcjax.decoders import SMC
-from smcjax.decoders.parts import Acceptance, Ending
+from smcjax.decoders.parts import Acceptance, Ending, Potential
 from smcjax.smc.acceptance import KeepAll, RejectionControl
 from smcjax.smc.ending import Roulette, WaitForAll
+from smcjax.smc.potential import RequestedPotential
 from smcjax.smc.state import SMCProgram, State
 
 
@@ -34,3 +35,9 @@ def ending_of(smc: SMC) -> Ending:
     if isinstance(rule, bool):
         return Roulette() if rule else WaitForAll()
     return rule
+
+
+def potentials_of(program: SMCProgram) -> tuple[Potential, ...]:
+    """The factors of the target on the device: the decoder's, and those that some requests ask for."""
+    requested = (RequestedPotential(one, column) for column, one in enumerate(program.requested_potentials))
+    return (*program.decoding.potentials, *requested)

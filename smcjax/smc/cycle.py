@@ -36,7 +36,7 @@ from smcjax.decoding.sequences import Block, Sequences, cut_block
 from smcjax.decoding.speculation import propose, score
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.acceptance import NewBlock, Scored
-from smcjax.smc.chosen_parts import acceptance_of, ending_of
+from smcjax.smc.chosen_parts import acceptance_of, ending_of, potentials_of
 from smcjax.smc.potential import Answers
 from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.state import Info, SMCProgram, State
@@ -53,7 +53,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     state, logits = score(program, params, state, drafts.tokens, copies)
     scored = scored_drafts(program, state, logits, drafts, constraint)
     block = acceptance.judge(scored)
-    state = end(commit(state, block, program.decoding.potentials), ending_of(program.decoding))
+    state = end(commit(state, block, potentials_of(program)), ending_of(program.decoding))
     if acceptance.rejects:
         state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
     if "logprobs" in program.features:
@@ -146,10 +146,10 @@ def broken(log_weight: Float[Array, "G N"]) -> Bool[Array, " G"]:
 
 def steer(state: State, potentials: Sequence[Potential]) -> State:
     """Moves weights by what the log potentials of the rows' tokens have gained since they were asked last."""
-    assert state.log_potential is not None
-    sequences, before = state.sequences, state.log_potential
+    sequences, before, wanted = state.sequences, state.log_potential, state.requests.potentials
     begin = state.per_row(state.requests.prompt_length)
-    answers = Answers(sequences.tokens, begin, sequences.length, sequences.finished)
+    wanted = None if wanted is None else state.per_row(wanted)
+    answers = Answers(sequences.tokens, begin, sequences.length, sequences.finished, wanted)
     nothing = jnp.zeros(begin.shape, before.dtype)
     value = state.by_group(sum((one.log_value(answers) for one in potentials), nothing))
     gained = jnp.where(jnp.isneginf(state.log_weight), 0.0, value - before)  # a particle once dead stays so
@@ -220,14 +220,13 @@ def fork(state: State, plan: Resampling, *, pending: int = 0) -> State:
     )
     states = None if sequences.automaton is None else sequences.automaton[source]
     forked = Sequences(tokens, sequences.length[source], sequences.finished[source], logprobs, block_table, states)
-    potential = state.log_potential
     return update_running(
         dataclasses.replace(
             state,
             sequences=forked,
             log_weight=jnp.where(plan.resampled[:, None], 0.0, state.log_weight),
             log_evidence=state.log_evidence + jnp.where(plan.resampled, plan.log_mean_weight, 0.0),
-            log_potential=None if potential is None else potential.reshape(-1)[source].reshape(num_groups, n),
+            log_potential=state.log_potential.reshape(-1)[source].reshape(num_groups, n),
             memory=dataclasses.replace(state.memory, pool=pool),
         )
     )

@@ -28,7 +28,7 @@ class History:
         grown = np.asarray(info.weighed) - self._prompt_length - before
         self._lengths = np.asarray(info.length, np.int32) - self._prompt_length
         self.cycles += 1
-        evidence = self._log_evidence + _log_mean(np.asarray(info.log_weight, np.float64))
+        evidence = self._log_evidence + log_mean(np.asarray(info.log_weight, np.float64))
         if info.resampled:
             self._log_evidence = evidence
         return {
@@ -90,7 +90,7 @@ def trace_of(cycles: Sequence[Mapping[str, Any]], n: int) -> dict[str, Any]:
     }
 
 
-def _log_mean(log_weights: np.ndarray) -> float:
+def log_mean(log_weights: np.ndarray) -> float:
     """log of the mean weight; −inf where all are 0, NaN where one is no number."""
     top = np.max(log_weights)
     if not np.isfinite(top):

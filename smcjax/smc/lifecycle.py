@@ -19,6 +19,7 @@ from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, ro
 from smcjax.decoding.sequences import Population, Requests, population
 from smcjax.model.decoder import unembed
 from smcjax.smc.acceptance import NewBlock
+from smcjax.smc.chosen_parts import potentials_of
 from smcjax.smc.cycle import commit
 from smcjax.smc.state import SMCProgram, State
 from smcjax.smc.weights import bonus_increment, log_mean_weight, logprob_at, temper
@@ -33,13 +34,15 @@ def begin(
     prefix: Int[Array, "G M"] | None = None,
 ) -> State:
     """A population for each prompt, weights equal: `smcjax.decoding.admission.begin`."""
-    smc, groups = program.decoding, admission.begin(program, memory, prompts, requests, present, prefix)
+    groups = admission.begin(program, memory, prompts, requests, present, prefix)
     of_rows = (present.shape[0], program.rows)
     return State(
         **vars(groups),
         log_weight=jnp.zeros(of_rows, jnp.float32),
         log_evidence=jnp.zeros(present.shape, jnp.float32),
-        log_potential=jnp.zeros(of_rows, jnp.float32) if smc.potentials else None,
+        log_potential=jnp.zeros(of_rows, jnp.float32),
+        log_text_potential=jnp.zeros(of_rows, jnp.float32),
+        parent=jnp.broadcast_to(jnp.arange(program.rows, dtype=jnp.int32), of_rows),
     )
 
 
@@ -61,7 +64,7 @@ def start(program: SMCProgram, params: PairParams, state: State, last_hidden: Fl
         increments=bonus_increment(smc.power, logits, allowed)[:, None],
         logprobs=logprob_at(logits, first)[:, None],
     )
-    return commit(state, block, smc.potentials)
+    return commit(state, block, potentials_of(program))
 
 
 def init(
@@ -107,5 +110,6 @@ def conclude(program: SMCProgram, state: State) -> tuple[Population, Memory]:
         log_evidence=log_evidence(state),
         selected=select(program, state),
         failed=state.failed,
+        log_text_potential=state.log_text_potential,
     )
     return ended, state.release()

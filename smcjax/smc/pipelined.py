@@ -36,7 +36,7 @@ from smcjax.decoding.scores import Scores, scores
 from smcjax.decoding.sequences import put_behind
 from smcjax.decoding.speculation import score
 from smcjax.smc.acceptance import NewBlock
-from smcjax.smc.chosen_parts import ending_of
+from smcjax.smc.chosen_parts import ending_of, potentials_of
 from smcjax.smc.cycle import commit, draft_distribution, end, resample, tempered
 from smcjax.smc.state import Info, SMCProgram, State
 from smcjax.smc.weights import draft_increment, logprob_at
@@ -124,5 +124,5 @@ def draft_and_score(
 def commit_pending(program: SMCProgram, state: State, waiting: Bool[Array, " G"], block: NewBlock) -> State:
     """Commits pending blocks to the live rows and their weights, as `commit` does; groups that wait have none."""
     going = dataclasses.replace(state, running=state.running & ~waiting)
-    committed = commit(going, block, program.decoding.potentials)
+    committed = commit(going, block, potentials_of(program))
     return dataclasses.replace(committed, running=committed.running | waiting)

@@ -1,6 +1,7 @@
 """Potentials: factors of the target that steer a population, while its weights stay right.
 
-With potentials the target is π(x) ∝ p(x)^α·∏ φ(x), a product over the potentials φ of `SMC(potentials=…)`. A potential
+With potentials the target is π(x) ∝ p(x)^α·∏ φ(x), a product over the potentials φ of `SMC(potentials=…)` and of
+the request's `SamplingParams(potentials=…)`. A potential
 gives a log value to every beginning of an answer too. After each cycle a particle's log weight gains the log value of
 its tokens now less that of its tokens when it was asked last, so the terms telescope: an answer's weight has φ of the
 whole answer, whatever the values of its beginnings were. Those decide how early a population turns to good answers.
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoders.parts import Potential
+
 
 class Answers(NamedTuple):
     """The answers of R rows so far."""
@@ -22,12 +25,31 @@ class Answers(NamedTuple):
     begin: Int[Array, " R"]  # the column of the answer's first token
     end: Int[Array, " R"]  # the column behind its last
     finished: Bool[Array, " R"]
+    wanted: Bool[Array, "R P"] | None = None  # the `Program.requested_potentials` of each row's own request
 
     @property
     def counted(self) -> Bool[Array, "R T"]:
         """The columns that belong to the answers."""
         column = jnp.arange(self.tokens.shape[1])
         return (column >= self.begin[:, None]) & (column < self.end[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestedPotential:
+    """A potential of those requests that ask for it.
+
+    Attributes:
+        potential: its factor.
+        column: its number among the program's `requested_potentials`.
+    """
+
+    potential: Potential
+    column: int
+
+    def log_value(self, answers: Answers) -> Float[Array, " R"]:
+        """The potential's value for rows whose request has it, 0 for the others."""
+        assert answers.wanted is not None
+        return jnp.where(answers.wanted[:, self.column], self.potential.log_value(answers), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,9 @@ class State(groups.Groups):
 
     log_weight: Float[Array, "G N"]  # since the last resampling
     log_evidence: Float[Array, " G"]  # log Ẑ without the closing term
-    log_potential: Float[Array, "G N"] | None = None  # of the tokens so far; None: the decoder has no potentials
+    log_potential: Float[Array, "G N"]  # what the weights have of potentials (`smcjax.smc.potential`)
+    log_text_potential: Float[Array, "G N"]  # what they have of text potentials (`smcjax.smc.steering`)
+    parent: Int[Array, "G N"]  # the row that each was before the last cycle, kept where text potentials are asked
 
 
 @jax.tree_util.register_dataclass
@@ -35,3 +37,5 @@ class Info(groups.Info):
     log_weight: Float[Array, "G N"]  # before resampling
     finished: Bool[Array, "G N"]  # after resampling
     weighed: Int[Array, "G N"]  # lengths before resampling
+    # What the weights have of text potentials after the cycle, in programs that know of them.
+    log_text_potential: Float[Array, "G N"] | None = None

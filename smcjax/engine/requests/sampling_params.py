@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smcjax.decoders import MAX_ALTERNATIVES
+from smcjax.decoders.parts import Potential
+from smcjax.decoders.text_potential import TextPotential
 from smcjax.normalize import names_unknown, normalize_fields, short
 from smcjax.structured.response_format import Expression, expression_of
 
@@ -22,7 +24,8 @@ MAX_STOP_LENGTH = 1024  # characters of a stop string
 class SamplingParams:
     """Per-request sampling. Nothing here recompiles a program, but for features, once each.
 
-    Features are top_k and top_p, penalties and logit_bias, response_format, control, logprobs, and prompt_logprobs.
+    Features are top_k and top_p, penalties and logit_bias, response_format, control, potentials, logprobs, and
+    prompt_logprobs.
 
     Attributes:
         max_tokens: tokens to generate at most, EOS included; None: up to max_model_len.
@@ -53,6 +56,9 @@ class SamplingParams:
         trace: keeps the population's history for the result, and streams a `Cycle` with each cycle.
         control: c in [0, 1] in place of `SMC(control=…)`, by which drafts of this request are rejected; None: the
             decoder's. Other decoders refuse it.
+        potentials: factors of this request's target, beside `SMC(potentials=…)`: each a `smcjax.TextPotential`, a
+            function of text on the host, or a `smcjax.smc.Potential`, a function of tokens on the device, for which
+            programs are compiled. SMC alone takes them.
         n: refused; a population is asked for with SMC(n_particles=…).
     """
 
@@ -74,6 +80,7 @@ class SamplingParams:
     response_format: Mapping[str, Any] | None = None
     trace: bool = False
     control: float | None = None
+    potentials: Sequence[TextPotential | Potential] = ()
     n: None = None
 
     def __post_init__(self) -> None:
@@ -131,6 +138,34 @@ class SamplingParams:
             self._check_form()
         if not isinstance(self.trace, bool):
             raise ValueError(f"trace must be True or False, got {self.trace!r}.")
+        self._check_potentials()
+
+    def _check_potentials(self) -> None:
+        """Refuses what is no potential, and device potentials for which no program can be compiled."""
+        if not isinstance(self.potentials, list | tuple) or not all(
+            isinstance(one, TextPotential | Potential) for one in self.potentials
+        ):
+            raise ValueError(
+                f"potentials must be a list of TextPotentials or smcjax.smc.Potentials, got {short(self.potentials)}."
+            )
+        object.__setattr__(self, "potentials", tuple(self.potentials))
+        try:
+            hash(self.device_potentials)
+        except TypeError as error:
+            raise ValueError(
+                f"potentials on the device must be hashable, as programs are compiled for them: {error}; make them "
+                "frozen dataclasses of numbers and tuples."
+            ) from None
+
+    @property
+    def text_potentials(self) -> tuple[TextPotential, ...]:
+        """The potentials that are functions of text, on the host."""
+        return tuple(one for one in self.potentials if isinstance(one, TextPotential))
+
+    @property
+    def device_potentials(self) -> tuple[Potential, ...]:
+        """The potentials that are functions of tokens, on the device."""
+        return tuple(one for one in self.potentials if not isinstance(one, TextPotential))
 
     def _check_bias(self) -> None:
         """Refuses biases of what is no token, or out of range."""

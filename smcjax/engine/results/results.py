@@ -70,7 +70,7 @@ def assemble(
     if error is not None:
         completion = CompletionOutput(0, "", [], "error")
     else:
-        completion = _completion(request, sequences[selected], tokenizer, text_of)
+        completion = completion_of(request, sequences[selected], tokenizer, text_of)
     if aborted and error is None:
         completion = dataclasses.replace(completion, finish_reason="abort")
     if request.params.logprobs is not None and completion.finish_reason != "error":
@@ -83,7 +83,7 @@ def assemble(
         kept,
         control=request.params.control,
         trace=request.trace,
-        constrained=request.params.expression is not None,
+        constrained=request.params.expression is not None or bool(request.params.potentials),
     )
     weighted = None
     if decoder.decoding.weighted:
@@ -95,7 +95,7 @@ def assemble(
                     token_ids=token_ids,
                     log_weight=float(population.log_weight[row]),
                     finish_reason=_reason(request, token_ids) if population.finished[row] else None,
-                    text=_completion(request, token_ids, tokenizer).text,
+                    text=completion_of(request, token_ids, tokenizer).text,
                     weight=float(weights[row]),
                 )
                 for row, token_ids in enumerate(sequences)
@@ -185,7 +185,7 @@ def _reason(request: Request, token_ids: list[int]) -> str:
     return "stop" if request.automaton is not None or _stops(request, token_ids) else "length"
 
 
-def _completion(
+def completion_of(
     request: Request,
     token_ids: list[int],
     tokenizer: Tokenizer | None,

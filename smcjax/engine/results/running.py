@@ -16,6 +16,7 @@ from smcjax.engine.results.results import Times
 from smcjax.engine.results.scores import Scored, prompt_scores, scores_along
 from smcjax.engine.results.stopping import StopStrings
 from smcjax.engine.results.streaming import StablePrefixStream
+from smcjax.engine.run.steering import Steering
 from smcjax.engine.schedule.scheduler import Group
 
 
@@ -28,6 +29,7 @@ class Running:
     stable_prefix: StablePrefixStream | None  # of requests that stream
     stops: StopStrings | None  # of requests that have any
     times: Times
+    steering: Steering | None = None  # of requests with text potentials
     preemptions: int = 0
     aborted: bool = False
     refused: str | None = None  # why it cannot be answered
@@ -48,6 +50,7 @@ class Running:
         """The record of a preempted group that begins anew; its reader and its clock go on."""
         history = self.decoder.history(len(self.request.token_ids)) if self.history is not None else None
         fresh: dict[str, Any] = {"infos": [], "last_cycle": None, "first": None, "prompt": []}
+        fresh["steering"] = None if self.steering is None else self.steering.again()
         return dataclasses.replace(self, group=group, history=history, **fresh)
 
     @property
@@ -64,6 +67,15 @@ class Running:
             self.first = value.scores if requested else None
         elif kind == "cycle":
             self.infos.append(value if requested or value.scores is None else dataclasses.replace(value, scores=None))
+
+    def steer(self, kind: str, value: Any) -> None:
+        """Asks text potentials about the rows of a report, of first tokens or a cycle."""
+        assert self.steering is not None
+        if kind == "first":
+            self.steering.begin(value.tokens.tolist())
+            return
+        lengths = value.length - len(self.request.token_ids)
+        self.steering.advance(*(x.tolist() for x in (value.tokens, lengths, *self.decoder.rows_after(value))))
 
     def is_decided(self, kind: str, value: Any) -> bool:
         """True once every row that may still answer holds a stop string or has ended."""

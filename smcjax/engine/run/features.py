@@ -24,6 +24,7 @@ WORDS: dict[Feature, str] = {
     "adjustments": "penalties and logit_bias",
     "logprobs": "logprobs",
     "prompt_logprobs": "prompt_logprobs",
+    "text_potentials": "potentials",
 }
 
 
@@ -37,8 +38,9 @@ def features_of(request: Request, *, streams: bool, ragged: bool = False) -> set
         "grammar": params.expression is not None,
         "logprobs": params.scores(streams=streams),
         "prompt_logprobs": params.prompt_logprobs is not None,
+        "text_potentials": bool(params.text_potentials),
     }
-    return {name for name, value in requested.items() if value}
+    return {name for name, value in requested.items() if value} | set(params.device_potentials)
 
 
 def features_now(schedule: Schedule, requested: Iterable[set[Feature]]) -> frozenset[Feature]:
@@ -106,5 +108,6 @@ class ProgramVariants:
 
 def _in_words(features: Iterable[Feature]) -> str:
     """The features as a user knows them."""
-    words = [WORDS[name] for name in WORDS if name in set(features)]
+    known = {name if isinstance(name, str) else "text_potentials" for name in features}
+    words = [WORDS[name] for name in WORDS if name in known]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from smcjax.engine.run.slots import put, take
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.kv import TRASH, drop, keep
 from smcjax.numerics import key_of
+from smcjax.smc.steering import TextValues, steered
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +42,37 @@ class PrefillReport:
     done: Bool[Array, " P"]  # ended by it
     scores: Scores | None = None  # [P, N], of the first tokens
     prompt: Scores | None = None  # [P, chunk], of the prompts' tokens behind the chunk's
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BatchInputs:
+    """What programs of requests with features take beside the state, for G slots."""
+
+    automata: PlacedAutomata | None = None  # where a program knows of forms
+    potentials: Bool[Array, "G P"] | None = None  # which of the program's `requested_potentials` each request has
+    values: TextValues | None = None  # of a cycle, where a program knows of text potentials
+
+    def into(self, state: Any) -> Any:
+        """The state as the program reads it."""
+        requests = dataclasses.replace(state.requests, potentials=self.potentials)
+        return with_automata(dataclasses.replace(state, requests=requests), self.automata)
+
+    @staticmethod
+    def out_of(state: Any) -> Any:
+        """The state as it is kept between programs."""
+        requests = dataclasses.replace(state.requests, potentials=None)
+        return without_automata(dataclasses.replace(state, requests=requests))
+
+    @classmethod
+    def shapes(cls, program: Any, size: int) -> BatchInputs:
+        """The inputs' shapes, without values."""
+        potentials, automata = len(program.requested_potentials), None
+        if "grammar" in program.features:
+            places: Any = jax.ShapeDtypeStruct((size,), jnp.int32)
+            automata = PlacedAutomata(places, abstract(make_tables({}, size, program.target.vocab_size)))
+        wanted: Any = jax.ShapeDtypeStruct((size, potentials), jnp.bool_) if potentials else None
+        return cls(automata, wanted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,16 +111,17 @@ class BatchJobs:
             dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
         )
 
-        extra: tuple[Any, ...] = ()
-        if "grammar" in program.features:
-            places: Any = jax.ShapeDtypeStruct((size,), jnp.int32)
-            extra = (PlacedAutomata(places, abstract(make_tables({}, size, vocab_size))),)
+        inputs = BatchInputs.shapes(program, size)
+        with_values = inputs
+        if "text_potentials" in program.features:
+            nothing: Any = abstract(TextValues.nothing(size, program.rows))
+            with_values = dataclasses.replace(inputs, values=nothing)
 
         jobs: dict[Any, Job] = {}
         for reading in self.readings:
             stepped = stepping(program, reading)
             jobs[stepped, size, "step"] = step_job(
-                self._step(stepped), program, self.params, state, *extra, sharded=self.sharded
+                self._step(stepped), program, self.params, state, with_values, sharded=self.sharded
             )
         plain: dict[Any, Job] = {
             (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
@@ -99,7 +133,7 @@ class BatchJobs:
         for count, length in {(one, self.chunks.alone), (one, self.chunks.together), (size, self.chunks.together)}:
             slots = jax.ShapeDtypeStruct((count,), jnp.int32)
             stored = jax.ShapeDtypeStruct((count, pages_of(length, self.program.page_size)), jnp.int32)
-            arguments = (params, state, cached, slots, slots, slots, stored, *extra)
+            arguments = (params, state, cached, slots, slots, slots, stored, inputs)
             plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
         jobs |= {key: self._job(job) for key, job in plain.items()}
         return {key: job._replace(identity=(self.program, self.sharded, size, key)) for key, job in jobs.items()}
@@ -142,9 +176,10 @@ class BatchJobs:
         return put(state, slots, dataclasses.replace(joined, running=jnp.zeros_like(present)))
 
     def _step(self, program: Any) -> Callable[..., tuple[Any, Any, jax.Array]]:
-        def step(params: Any, state: Any, automata: PlacedAutomata | None = None) -> tuple[Any, Any, jax.Array]:
-            state, info = program.step(params, with_automata(state, automata))
-            return without_automata(state), info, state.memory.pool.num_free
+        def step(params: Any, state: Any, inputs: BatchInputs) -> tuple[Any, Any, jax.Array]:
+            state, step = inputs.into(state), functools.partial(program.step, params)
+            state, info = step(state) if inputs.values is None else steered(step, state, inputs.values)
+            return inputs.out_of(state), info, state.memory.pool.num_free
 
         return step
 
@@ -157,9 +192,9 @@ class BatchJobs:
             start_at: jax.Array,
             cached: jax.Array,
             cache_slots: jax.Array,
-            automata: PlacedAutomata | None = None,
+            inputs: BatchInputs,
         ) -> tuple[Any, PrefillReport]:
-            given = with_automata(state, automata)
+            given = inputs.into(state)
             groups = take(given, slots)
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
             hidden = jnp.zeros((slots.shape[0], program.target.hidden_size), dtype)
@@ -177,7 +212,7 @@ class BatchJobs:
             tokens = groups.sequences.tokens.reshape(slots.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
             report = PrefillReport(first, ends & ~groups.running, scores, prompt)
-            return (without_automata(put(given, slots, groups)), cache), report
+            return (inputs.out_of(put(given, slots, groups)), cache), report
 
         return prefill
 

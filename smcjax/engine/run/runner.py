@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +30,13 @@ from smcjax.device import on_cpu
 from smcjax.engine.requests.batch import Batch
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.run.constraints import AutomatonPlaces
-from smcjax.engine.run.jobs import BatchJobs, PrefillReport, pages_of, stepping
+from smcjax.engine.run.jobs import BatchInputs, BatchJobs, PrefillReport, pages_of, stepping
 from smcjax.engine.run.programs import Job, Programs, Progress, delete
 from smcjax.engine.run.settings import own_settings
 from smcjax.engine.run.sharded_programs import ShardedPrograms
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.kv import TRASH
+from smcjax.smc.steering import TextValues
 from smcjax.structured.automaton import Automaton
 
 PREFILL_CHUNK = 128  # prompt tokens of a slot between two cycles
@@ -205,9 +207,14 @@ class Runner:
             self._automata = self._put(PlacedAutomata(places, tables))  # type: ignore[arg-type]
         self._constrained = self.size, wanted
 
-    def _extra(self, program: Any) -> tuple[PlacedAutomata, ...]:
-        """The last argument of a program that knows of forms."""
-        return (self._automata,) if "grammar" in program.features and self._automata is not None else ()
+    def _inputs(self, program: Any, requests: Mapping[int, Request], values: TextValues | None = None) -> BatchInputs:
+        """The last argument of a program, for the requests in all slots, by slot."""
+        automata = self._automata if "grammar" in program.features else None
+        columns = program.requested_potentials
+        wanted = np.zeros((self.size, len(columns)), bool)
+        for slot, request in requests.items():
+            wanted[slot] = [one in request.params.potentials for one in columns]
+        return BatchInputs(automata, *self._put((wanted if columns else None, values)))
 
     def _computed(self, key: Hashable, *arguments: Any) -> Any:
         """The results of a program that runs models, in which devices wait for each other where there are several."""
@@ -216,10 +223,13 @@ class Runner:
             return program(self.params, *arguments)
         return self.sharded.launch(program, self.params, *arguments)
 
-    def prefill(self, program: Any, chunks: Sequence[Chunk]) -> PrefillReport:
+    def prefill(
+        self, program: Any, chunks: Sequence[Chunk], requests: Mapping[int, Request] = MappingProxyType({})
+    ) -> PrefillReport:
         """Reads the next chunks of some slots' prompts; starts groups whose prompt ends. Reports in order of `chunks`.
 
-        All `chunks` have one length. There are programs for one chunk (if `chunks.one_slot`) and for one of every slot.
+        `requests` are those of all slots, for programs with features. All `chunks` have one
+        length. There are programs for one chunk (if `chunks.one_slot`) and for one of every slot.
         """
         count, length = self.chunks.slots(len(chunks), self.size), chunks[0].length
         slots = np.full(count, self.size, np.int32)
@@ -232,17 +242,25 @@ class Runner:
                 cache_slots[i, page - chunk.start_at // program.page_size] = cache_slot
         key = program, self.size, count, length, "prefill"
         asked = self._put((slots, start_at, cached, cache_slots))
-        extra = self._extra(program)
-        (self.state, self.cached), first = self._computed(key, self.state, self.cached, *asked, *extra)
+        inputs = self._inputs(program, requests)
+        (self.state, self.cached), first = self._computed(key, self.state, self.cached, *asked, inputs)
         return first
 
-    def step(self, program: Any, reading: Decoding | None = None) -> tuple[Any, jax.Array]:
+    def step(
+        self,
+        program: Any,
+        reading: Decoding | None = None,
+        requests: Mapping[int, Request] = MappingProxyType({}),
+        values: TextValues | None = None,
+    ) -> tuple[Any, jax.Array]:
         """Advances all groups by one cycle; returns the decoder's Info, and how many pages are free after it.
 
-        `reading` is one of `readings`; None: the program's own.
+        `reading` is one of `readings`; None: the program's own. `requests` as for `prefill`; `values` are those that
+        text potentials give, for programs that know of them.
         """
         key = stepping(program, reading), self.size, "step"
-        self.state, info, free = self._computed(key, self.state, *self._extra(program))
+        inputs = self._inputs(program, requests, values)
+        self.state, info, free = self._computed(key, self.state, inputs)
         return info, free
 
     def leave(self, slot: int) -> tuple[Population, jax.Array]:

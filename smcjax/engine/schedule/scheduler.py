@@ -45,11 +45,17 @@ class Group:
     cache_slots: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0  # prompt tokens in them
     cycles: int = 0  # scheduled for it so far
+    waits: bool = False  # takes no cycle now: what text potentials say of it is not known yet
 
     @property
     def started(self) -> bool:
         """True once all of the prompt's prefill has been scheduled: the group takes part in cycles."""
         return self.prefilled >= len(self.request.token_ids)
+
+    @property
+    def cycles_now(self) -> bool:
+        """True where the next cycle is one of the group's."""
+        return self.started and not self.waits
 
     @property
     def own_pages(self) -> int:
@@ -197,7 +203,7 @@ class Scheduler:
             group.prefilled += length
             stored += self._store(*readings[-1])
         prefill = [[one] for one in readings] if few else [readings]
-        cycle = [group for group in self.groups if group.started]
+        cycle = [group for group in self.groups if group.cycles_now]
         self.free.take(sum(self._need(group) for group in cycle))
         for group in cycle:
             group.cycles += 1
