@@ -84,7 +84,7 @@ class SamplingDistribution:
         return jnp.ones_like(self.temperature) if self.greedy is None else jnp.where(self.greedy, 0.0, 1.0)
 
 
-def distribution_of(groups: Groups, *, rows: int, features: Collection[str]) -> SamplingDistribution:
+def distribution_of(groups: Groups, *, rows: int, features: Collection[object]) -> SamplingDistribution:
     """The distribution of each of `rows` rows a request, greedy at temperature 0, behind each group's first row.
 
     It is truncated, and has a `RowFeature`, where programs of these `features` serve requests that bring one.
@@ -105,7 +105,7 @@ def distribution_of(groups: Groups, *, rows: int, features: Collection[str]) -> 
     )
 
 
-def row_features(groups: Groups, rows: int, features: Collection[str]) -> tuple[RowFeature, ...]:
+def row_features(groups: Groups, rows: int, features: Collection[object]) -> tuple[RowFeature, ...]:
     """The features of `rows` rows a request in the order in which they change logits: adjustments, then grammars."""
     found = (row_adjustments(groups, rows) if "adjustments" in features else None, row_constraint(groups, rows))
     return tuple(feature for feature in found if feature is not None)

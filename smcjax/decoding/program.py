@@ -17,10 +17,8 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.paged import create_cache, reads_by_kernels
 from smcjax.pallas.dispatch import implementations
 
-Feature = (
-    Literal["truncation", "control", "grammar", "adjustments", "logprobs", "prompt_logprobs", "text_potentials"]
-    | Potential
-)
+Name = Literal["truncation", "control", "grammar", "adjustments", "logprobs", "prompt_logprobs", "text_potentials"]
+Feature = Name | Potential
 
 
 def by_implementation[**P, R](

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams, TextPotential, smc
 from smcjax.decoders import Decoding
 from smcjax.model import logits
 from tests.checkpoints import EOS, Pair
@@ -31,7 +31,7 @@ from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.test_seeds import fingerprint
 
 SEED = int(os.environ.get("SMCJAX_MIXES") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
-DECODERS, MIXES_OF_EACH = 5, 8
+DECODERS, MIXES_OF_EACH = 6, 8
 
 # Options by name: the default first, which two draws of three take, so that pairs of others meet often and survive.
 SMC_OPTIONS: dict[str, list[Any]] = {
@@ -82,6 +82,13 @@ EXTRAS: dict[str, dict[str, list[Any]]] = {
     "logprobs": {"logprobs": [0, 3]},
     "prompt_logprobs": {"prompt_logprobs": [0, 2]},
     "control": {"control": [0.2, 1.0]},
+    "potentials": {
+        "potentials": [
+            [TextPotential(lambda prompt, texts: [0.4 * text.count("e") for text in texts], ask=2)],
+            [TextPotential(lambda prompt, texts: [-0.1 * len(text) for text in texts])],
+            [smc.TokenPotential(((66, 1.0), (70, -1.0)))],
+        ]
+    },
 }
 STEMS = ["", "ab" * 9, "the quick brown fox ", "x"]
 
@@ -233,9 +240,11 @@ def engines(pair: Pair, rng: random.Random, decoding: Decoding | None) -> Iterat
 @pytest.mark.parametrize("number", range(DECODERS))
 def test_random_mixes(pair: Pair, number: int) -> None:
     rng = random.Random(f"{SEED} {number}")
-    kind = ["smc", "rejection", "unnamed", "rejection", "autoregressive" if SEED % 2 else "smc"][number]
+    kind = ["smc", "rejection", "unnamed", "rejection", "autoregressive" if SEED % 2 else "smc", "smc"][number]
     decoding = draw_decoder(rng, kind)
     extras = rng.sample(sorted(EXTRAS), 2)
+    if number == DECODERS - 1:
+        extras[0] = "potentials"  # which SMC alone takes
     with engines(pair, rng, decoding) as (one, other, options):
         print(f"SMCJAX_MIXES={SEED}: {decoding!r}, {extras}, {options}")  # pytest shows it where the test fails
         for _ in range(MIXES_OF_EACH):

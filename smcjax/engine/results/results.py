@@ -21,6 +21,10 @@ _NO_WEIGHT = (
     "no particle has a usable weight left (all are zero, or the model gave NaN); "
     "check the model's weights and the dtype"
 )
+_NO_VALUE = (
+    "no particle has a usable weight left: potentials gave −inf to all of them, or NaN or +inf to one; steer earlier "
+    "or more mildly, or take more particles"
+)
 _NO_LAW = "the model gave NaN in place of probabilities; check its weights and the dtype"
 
 
@@ -67,6 +71,7 @@ def assemble(
     error = refused
     if error is None and population.failed:
         error = _NO_WEIGHT if decoder.decoding.weighted else _NO_LAW
+        error = _NO_VALUE if request.params.potentials else error
     if error is not None:
         completion = CompletionOutput(0, "", [], "error")
     else:

@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from smcjax.decoding.program import Feature
+from smcjax.decoding.program import Feature, Name
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.schedule.scheduler import Schedule
 
 MAX_SETS = 4  # of features that have programs of their own beside a running engine: each takes 0.1 GiB and more a size
 
 # What users call them, in the order in which a sentence names them.
-WORDS: dict[Feature, str] = {
+WORDS: dict[Name, str] = {
     "truncation": "top_k and top_p",
     "control": "control",
     "grammar": "response_format",
@@ -31,7 +31,7 @@ WORDS: dict[Feature, str] = {
 def features_of(request: Request, *, streams: bool, ragged: bool = False) -> set[Feature]:
     """The features that a request asks for, those of its prompt among them; `ragged`: drafts can be rejected anyway."""
     params = request.params
-    requested: dict[Feature, bool] = {
+    requested: dict[Name, bool] = {
         "truncation": params.truncates,
         "control": bool(params.control) and not ragged,
         "adjustments": params.adjusts,

@@ -211,7 +211,8 @@ class Steering:
         told = np.asarray(population.log_text_potential[0], np.float64)
         value = np.array([-np.inf if keys is None else self.values.of(keys) for keys in self._whole], np.float64)
         dead = np.isneginf(log_weight) | np.isneginf(value)
-        steered = np.where(dead, -np.inf, log_weight + np.where(dead, 0.0, value - told))
+        steered = np.full(dead.shape, -np.inf)
+        steered[~dead] = log_weight[~dead] + value[~dead] - told[~dead]
         evidence = population.log_evidence[0] - log_mean(log_weight) + log_mean(steered)
         selected = 0
         if not dead.all():

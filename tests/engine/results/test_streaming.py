@@ -14,7 +14,7 @@ from hypothesis import given
 from smcjax import LLM, SMC, SamplingParams, StreamChunk
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.results import streaming
-from smcjax.engine.results.results import Times, _completion, first_stop
+from smcjax.engine.results.results import Times, completion_of, first_stop
 from smcjax.engine.results.running import Running
 from smcjax.engine.results.streaming import StablePrefixStream
 from smcjax.engine.schedule.scheduler import Group
@@ -63,8 +63,8 @@ def test_what_was_said_stays_said(
             # Only a character that is still open at the row's own end may be missing from it.
             assert answer.startswith(together) or (whole + "\ufffd").startswith(together)
             assert "\ufffd" not in together or "\ufffd" in whole[: len(together)]
-    output = _completion(request(*stops), rows[selected], BYTES)
-    assert _completion(request(*stops), rows[selected], BYTES, stream.text_of) == output
+    output = completion_of(request(*stops), rows[selected], BYTES)
+    assert completion_of(request(*stops), rows[selected], BYTES, stream.text_of) == output
     assert stops or stream.text_of(rows[selected]) == BYTES.decode(rows[selected])
     assert stream.text_of([98, *rows[selected]]) is None, "that answer begins otherwise"
     emitted.append(stream.rest(output.text, output.token_ids))
@@ -81,7 +81,7 @@ def test_tokens_wait_for_their_text_where_it_may_hold_a_stop_string(block: int) 
     for at in range(1, len(ids), block):
         some = ids[at : at + block]
         emitted.append(stream.advance(np.array([some]), np.array([at + len(some)]), np.array([0]), np.ones(1, bool)))
-    answer = _completion(asked, ids, BYTE_FALLBACK)
+    answer = completion_of(asked, ids, BYTE_FALLBACK)
     emitted.append(stream.rest(answer.text, answer.token_ids))
     assert "".join(text for text, _ in emitted) == answer.text
     assert [token for _, tokens in emitted for token in tokens] == answer.token_ids

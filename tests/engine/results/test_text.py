@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 
 from smcjax import SamplingParams
 from smcjax.engine.requests.requests import Request
-from smcjax.engine.results.results import _completion, first_stop
+from smcjax.engine.results.results import completion_of, first_stop
 from smcjax.engine.results.streaming import StablePrefixStream
 from smcjax.engine.results.text import AnswerText, answer_text
 from tests.tokenizers_like import KINDS
@@ -101,8 +101,8 @@ def test_streamed_is_whole(case: tuple[str, list[int], list[int]], data: st.Data
         text = "".join(text for text, _ in emitted)
         assert whole.startswith(text)
         assert first_stop(text, stops) is None
-    output = _completion(request, answer, tokenizer)
-    assert _completion(request, answer, tokenizer, stream.text_of) == output
+    output = completion_of(request, answer, tokenizer)
+    assert completion_of(request, answer, tokenizer, stream.text_of) == output
     assert stops or stream.text_of(answer) == whole, "it was to be had from what has been decoded"
     emitted.append(stream.rest(output.text, output.token_ids))
     assert "".join(text for text, _ in emitted) == output.text
