@@ -47,7 +47,7 @@ def steered(step: Callable[[State], tuple[State, Info]], state: State, values: T
     A group that is left without a usable weight ends, and its report says so.
     """
     going = state.running & ~values.waits
-    weighed = weigh(state, values)
+    weighed = weigh_by(state, values)
     awake = dataclasses.replace(weighed, running=weighed.running & ~values.waits)
     after, info = step(awake)
     running = after.running | (weighed.running & values.waits)
@@ -59,7 +59,7 @@ def steered(step: Callable[[State], tuple[State, Info]], state: State, values: T
     return after, dataclasses.replace(info, log_text_potential=of_text)
 
 
-def weigh(state: State, values: TextValues) -> State:
+def weigh_by(state: State, values: TextValues) -> State:
     """Moves weights by what the values of rows have gained since they were told last."""
     value = jnp.take_along_axis(values.log_value, state.parent, axis=1)
     told = (state.running & values.known & ~values.waits)[:, None] & ~jnp.isneginf(state.log_weight)

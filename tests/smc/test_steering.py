@@ -141,14 +141,14 @@ def ignores_parents(state: smc.State, values: TextValues) -> smc.State:
     return _weigh(dataclasses.replace(state, parent=own), values)
 
 
-_weigh = steering.weigh
+_weigh = steering.weigh_by
 
 
 @pytest.mark.slow
 @pytest.mark.llvm_passes
 def test_a_mistake_is_seen() -> None:
     """Negative control: terms that do not telescope."""
-    with program_patches(steering, "weigh", forgets):
+    with program_patches(steering, "weigh_by", forgets):
         scores = z_scores(populations(CONFIGS["published"]))
     assert max(map(abs, scores.values())) > 8, scores
 
@@ -171,7 +171,7 @@ def followed(mistake: Any = None) -> list[tuple[np.ndarray, ...]]:
         length = state.sequences.length.reshape(state.log_weight.shape)
         return (tokens * (jnp.arange(tokens.shape[-1]) < length[..., None])).sum(axis=-1).astype(jnp.float32) / 7
 
-    with program_patches(steering, "weigh", mistake or _weigh):
+    with program_patches(steering, "weigh_by", mistake or _weigh):
         while state.running.any():
             values = value(behind[max(len(behind) - 2, 0)])
             ran, known = np.asarray(state.running), jnp.full(groups, len(behind) > 2)
