@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,24 +25,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax.decoders.parts import Ending, Potential, Resampler
+from smcjax.decoders.text_potential import TextPotential
 from smcjax.smc.acceptance import Acceptance, Distributions, NewBlock, block_of, decide
 from smcjax.smc.control import at
 from smcjax.smc.ending import Outcomes
 from smcjax.smc.potential import Answers
 
 TOLERANCE = 1e-12
+TEXTS = ("", "a", "one two\nthree", "17 + 4 = 21", "Yes, it is.", "日本語")
 VISIBLE = 1e-6  # by which a planted mistake must break its law
 
 
-def battery(part: Acceptance | Ending | Resampler | Potential, *, seed: int = 0) -> None:
+def battery(
+    part: Acceptance | Ending | Resampler | Potential | TextPotential,
+    *,
+    seed: int = 0,
+    prompt: str = "",
+    texts: Sequence[str] = TEXTS,
+) -> None:
     """Checks a part of `SMC` against the laws of its kind, on random distributions, weights or tokens of `seed`.
 
-    Raises AssertionError that names the law and by how much it is broken, and TypeError for what is no part.
+    A `TextPotential` is checked on whole answers `texts` to `prompt` and on all their beginnings: give some that it
+    values and some that it forbids. Raises AssertionError that names the law and by how much it is broken, and
+    TypeError for what is no part.
     """
+    if isinstance(part, TextPotential):
+        _check_text_potential(part, prompt, texts)
+        return
     if not isinstance(part, Acceptance | Ending | Resampler | Potential):
         raise TypeError(
-            "part must derive from smcjax.smc.Acceptance, or have the methods of an Ending, a Resampler or a "
-            f"Potential, got {part!r}."
+            "part must derive from smcjax.smc.Acceptance, be a smcjax.TextPotential, or have the methods of an Ending, "
+            f"a Resampler or a Potential, got {part!r}."
         )
     try:
         hash(part)
@@ -231,6 +245,29 @@ def _check_potential(potential: Potential, rng: np.random.Generator) -> None:
     outside = (column < begin[:, None]) | (column >= end[:, None])
     scrambled = np.where(outside, rng.integers(0, 8, tokens.shape), tokens).astype(np.int32)
     _close(value(scrambled, order), found, "log_value must not depend on columns outside the answer")
+
+
+def _check_text_potential(potential: TextPotential, prompt: str, texts: Sequence[str]) -> None:
+    """A text's value is its own, whatever is asked beside it, and a beginning is forbidden only where all answers are.
+
+    A particle that dies by its beginning would else be missing among the answers.
+    """
+    beginnings = sorted({text[:end] for text in texts for end in range(len(text) + 1)})
+    for asked, whole in ((beginnings, False), (list(texts), True)):
+        try:
+            found = potential.values(prompt, asked, whole=whole)
+            alone = [potential.values(prompt, [text], whole=whole)[0] for text in asked]
+            backwards = potential.values(prompt, asked[::-1], whole=whole)[::-1]
+        except ValueError as error:
+            raise AssertionError(f"the values must be numbers below +inf, one a text: {error}") from None
+        _close(found, alone, "a text's value must not depend on the texts beside it")
+        _close(found, backwards, "a text's value must not depend on the order of texts")
+    of_beginning = dict(zip(beginnings, potential.values(prompt, beginnings, whole=False), strict=True))
+    for text, value in zip(texts, potential.values(prompt, list(texts), whole=True), strict=True):
+        lost = [text[:end] for end in range(len(text) + 1) if of_beginning[text[:end]] == -np.inf]
+        assert value == -np.inf or not lost or potential.ask is None, (
+            f"a beginning that is forbidden must begin no answer of value: {lost[0]!r} has −inf and {text!r} {value:g}"
+        )
 
 
 def _close(found: Any, wanted: Any, law: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from smcjax import smc
+from smcjax import TextPotential, smc
 from smcjax.smc.resampling import offspring
 from smcjax.testing import battery
 
@@ -154,3 +155,46 @@ def test_control_mistaken_parts_are_named(part: Any, law: str) -> None:
 def test_what_is_no_part_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must derive from smcjax\.smc\.Acceptance, .*, got 3"):
         battery(3)
+
+
+def length(prompt: str, texts: list[str]) -> list[float]:
+    return [0.1 * len(text) for text in texts]
+
+
+def without_digits(prompt: str, texts: list[str]) -> list[float]:
+    return [-float("inf") if any(letter.isdigit() for letter in text) else 0.0 for text in texts]
+
+
+def ends_in_a_stop(prompt: str, texts: list[str]) -> list[float]:
+    """Right for whole answers alone."""
+    return [0.0 if text.endswith(".") else -float("inf") for text in texts]
+
+
+TEXT_MISTAKES = {
+    "relative": (lambda prompt, texts: [len(text) / (1 + max(map(len, texts))) for text in texts], "beside it"),
+    "by place": (lambda prompt, texts: list(range(len(texts))), "beside it"),
+    "too few": (lambda prompt, texts: [0.0], "the values must be numbers below +inf, one a text: it returned 1 values"),
+    "NaN": (lambda prompt, texts: [float("nan")] * len(texts), "it gave nan for"),
+    "a beginning that may go on": (ends_in_a_stop, "must begin no answer of value: '' has −inf and '17.' 0"),
+}
+
+
+@pytest.mark.parametrize(
+    "potential",
+    [
+        TextPotential(length, ask=1),
+        TextPotential(without_digits, ask="\n", exponent=2.0),
+        TextPotential(length, ask=1, complete=ends_in_a_stop),
+        TextPotential(ends_in_a_stop),  # of beginnings it is never asked
+    ],
+    ids=str,
+)
+def test_right_text_potentials_pass(potential: TextPotential) -> None:
+    battery(potential)
+
+
+@pytest.mark.parametrize("mistake", TEXT_MISTAKES)
+def test_wrong_text_potentials_are_told(mistake: str) -> None:
+    function, words = TEXT_MISTAKES[mistake]
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        battery(TextPotential(function, ask=1), texts=("", "a", "17.", "17 and on", "Yes, it is."))

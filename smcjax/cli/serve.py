@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from smcjax.auto import Auto, Routed
@@ -74,6 +77,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="DECODER",
         help="one more decoder, as 'SMC(n_particles=32)', 'Rejection(gamma=6)' or autoregressive; repeatable",
     )
+    group.add_argument(
+        "--potential",
+        type=text,
+        action="append",
+        default=[],
+        metavar="NAME=MODULE:OBJECT",
+        help="a potential that requests may ask for by name, from a module of yours: a smcjax.TextPotential, a "
+        "smcjax.smc.Potential, or a function of a prompt and a list of texts; repeatable",
+    )
     group.add_argument("--max-num-seqs", type=whole(1, 4096), default=8, metavar="G", help="requests at once (8)")
     group.add_argument("--max-waiting", type=whole(0, 1 << 20), default=256, help="further ones that may wait (256)")
     group.add_argument("--max-body", type=whole(1024, 1 << 30), default=8 << 20, help="bytes of a request (8 MiB)")
@@ -113,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         )
     decodings = [first, *args.also]
     check_models(args)
-    keys = keys_of(args)
+    keys, potentials = keys_of(args), potentials_of(args.potential)
     try:
         from smcjax.server import models, process, state
     except ModuleNotFoundError as error:
@@ -127,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
         origins=tuple(args.allow_origin),
         max_body=args.max_body,
         drain_seconds=args.drain_seconds,
+        potentials=potentials,
     )
     with listening:
         loaded = models.load(
@@ -141,6 +154,32 @@ def run(args: argparse.Namespace) -> int:
         )
         process.serve(state.Served(loaded, settings), listening)
     return 0
+
+
+def potentials_of(named: Sequence[str]) -> dict[str, Any]:
+    """The operator's potentials by name. Raises ValueError for what cannot be imported, or is none."""
+    from smcjax.decoders.parts import Potential
+    from smcjax.decoders.text_potential import TextPotential
+
+    found: dict[str, Any] = {}
+    for one in named:
+        name, _, place = one.partition("=")
+        module, _, attribute = place.partition(":")
+        if not (name and module and attribute) or name in found:
+            raise ValueError(f"--potential must be NAME=MODULE:OBJECT, each name once, got {short(one)}.")
+        sys.path.insert(0, "")  # a module in the current directory, as for python -m
+        try:
+            value = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--potential {short(one)} cannot be imported: {error}; mend the name.") from None
+        finally:
+            sys.path.remove("")
+        if not isinstance(value, TextPotential | Potential):
+            if not callable(value):
+                raise ValueError(f"--potential {short(one)} is {short(value)}; it must be a potential or a function.")
+            value = TextPotential(value)
+        found[name] = value
+    return found
 
 
 def keys_of(args: Any) -> tuple[str, ...]:

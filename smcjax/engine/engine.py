@@ -28,6 +28,7 @@ from smcjax.engine.reset_on_error import reset_on_error
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.engine.results.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.results.running import Running
+from smcjax.engine.results.steering import Scorer, Steering, values_of
 from smcjax.engine.results.stopping import StopStrings
 from smcjax.engine.results.streaming import StablePrefixStream
 from smcjax.engine.run.background import BackgroundCompiler
@@ -35,7 +36,6 @@ from smcjax.engine.run.features import ProgramVariants, features_now, features_o
 from smcjax.engine.run.memory import buckets
 from smcjax.engine.run.programs import Progress, shown
 from smcjax.engine.run.runner import Chunk, Runner
-from smcjax.engine.run.steering import Scorer, Steering, values_of
 from smcjax.engine.schedule.clock import Clock
 from smcjax.engine.schedule.page_budget import Footprint, Mark
 from smcjax.engine.schedule.prefix_cache import PrefixCache

@@ -80,7 +80,7 @@ def _of_models(served: Served) -> APIRouter:
             "owned_by": "smcjax",
             "root": model.name,
             "max_model_len": model.llm.llm.max_model_len,
-            "smc": model.description(),
+            "smc": model.description() | {"potentials": sorted(served.settings.potentials)},
         }
 
     @_read(router, "/v1/models")

@@ -25,7 +25,7 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes, si
     known = frozenset(type(ask).model_fields)
     streams: list[ChunkStream] = []
     try:
-        params = await served.beside(size, sampling_params, ask)
+        params = await served.beside(size, sampling_params, ask, served.settings.potentials)
         model, routed = served.models.answering(asked, params)
         await served.forms.prepare(model.llm.llm, params)
         streams, echoes = await served.beside(size, _made, model, ask, params)

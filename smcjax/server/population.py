@@ -94,6 +94,7 @@ class Cycles:
             "resampled": cycle.resampled,
             "ess": None if cycle.ess is None else number(cycle.ess),
             "log_weights": None if cycle.log_weights is None else numbers(cycle.log_weights),
+            "log_potentials": None if cycle.log_potentials is None else numbers(cycle.log_potentials),
         }
         self._lengths = found["lengths"]
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
@@ -20,8 +21,11 @@ _GUIDED = {f"guided_{name}": kind for name, kind in _OUTPUTS.items()}
 _OUTPUTS["json_object"] = "json_object"
 
 
-def sampling_params(ask: Ask) -> SamplingParams:
-    """The parameters of all answers but for their seeds. Raises APIError for fields, ValueError for values."""
+def sampling_params(ask: Ask, potentials: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+    """The parameters of all answers but for their seeds. Raises APIError for fields, ValueError for values.
+
+    `potentials` are those that a request may name.
+    """
     logprobs = _logprobs(ask)
     given: dict[str, Any] = {
         "temperature": ask.temperature,
@@ -35,6 +39,7 @@ def sampling_params(ask: Ask) -> SamplingParams:
         "logit_bias": _bias(ask.logit_bias),
         "response_format": _form(ask),
         "control": None if ask.smc is None else ask.smc.control,
+        "potentials": _potentials(ask, potentials),
     }
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
@@ -44,6 +49,16 @@ def sampling_params(ask: Ask) -> SamplingParams:
         logprobs=logprobs,
         prompt_logprobs=logprobs if isinstance(ask, CompletionAsk) and ask.echo else ask.prompt_logprobs,
     )
+
+
+def _potentials(ask: Ask, known: Mapping[str, Any]) -> list[Any] | None:
+    """The potentials that a request names. Raises APIError for names without one."""
+    names = (ask.smc.potentials if ask.smc is not None else None) or []
+    for name in names:
+        if name not in known:
+            there = f"use {', '.join(sorted(known))}" if known else "this server has none (serve --potential)"
+            raise APIError(400, f"smc.potentials names {short(name)}, which is not here; {there}.", param="smc")
+    return [known[name] for name in dict.fromkeys(names)] or None
 
 
 def _form(ask: Ask) -> Mapping[str, Any] | None:

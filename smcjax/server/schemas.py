@@ -46,6 +46,7 @@ class SMCAsk(_Fields):
     trace: bool = False  # the history, as `smcjax viz` reads it; its events stay at /v1/smc/requests/{id}/events
     events: bool = False  # in streams, each cycle as it ends
     control: Annotated[Number, Field(ge=0, le=1)] | None = None  # of this request, in place of the decoder's
+    potentials: list[str] | None = None  # by the names that the operator gave them (serve --potential)
 
 
 class Ask(_Fields):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from smcjax.server.events import Records
 from smcjax.server.forms import Forms
@@ -31,6 +32,7 @@ class Settings:
         body_seconds: within which it must have come.
         ping_seconds: after which a stream that has nothing to say says so.
         drain_seconds: that answers have to end after the signal to stop.
+        potentials: those that requests may ask for, by name.
     """
 
     keys: tuple[str, ...] = ()
@@ -40,6 +42,7 @@ class Settings:
     body_seconds: float = 30.0
     ping_seconds: float = 15.0
     drain_seconds: float = 30.0
+    potentials: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Served:

@@ -31,6 +31,7 @@ class History:
         evidence = self._log_evidence + log_mean(np.asarray(info.log_weight, np.float64))
         if info.resampled:
             self._log_evidence = evidence
+        steered = info.log_text_potential
         return {
             "index": self.cycles,
             "blocks": [row[:count].tolist() for row, count in zip(np.asarray(info.tokens), grown, strict=True)],
@@ -41,6 +42,7 @@ class History:
             "ess": float(info.ess),
             "log_weights": np.asarray(info.log_weight, np.float32),
             "log_evidence": evidence,
+            "log_potentials": None if steered is None else np.asarray(steered, np.float32),
         }
 
 

@@ -8,8 +8,8 @@ the one between runs. So values are one cycle late, and the rows that they are a
     weight      log w += log ψ(then) − what it has of ψ so far        `State.log_text_potential`
 
 The terms telescope, so a weight has at any time ψ of a beginning of its answer. The last one, Φ of the whole answer,
-is the host's when the population has ended (`smcjax.engine.run.steering`). A group whose values are late takes no cycle
-until they come: its tokens depend on its seed and not on how long a function takes.
+is the host's when the population has ended (`smcjax.engine.results.steering`). A group whose values are late
+takes no cycle until they come: its tokens depend on its seed and not on how long a function takes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams, TextPotential, smc
-from smcjax.engine.run.steering import Steering
+from smcjax.engine.results.steering import Steering
 from smcjax.engine.schedule.scheduler import Schedule
 from tests.checkpoints import Pair
 from tests.engine.conftest import llm_arguments, smc_llm

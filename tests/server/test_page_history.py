@@ -40,7 +40,7 @@ def test_cycles_resample_their_own_columns() -> None:
         [
             event(0, ["a", "b"], [1, 1], [0, 1]),
             event(1, ["c", "de"], [2, 3], [1, 1], log_weights=[None, 0.5], resampled=True, ess=1.0),
-            event(2, ["f", "g"], [4, 4], [0, 1], log_weights=[0.25, 0.25], ess=2.0),
+            event(2, ["f", "g"], [4, 4], [0, 1], log_weights=[0.25, 0.25], ess=2.0, log_potentials=[1.5, None]),
         ]
     )
     first, second, last = told["columns"]
@@ -52,4 +52,5 @@ def test_cycles_resample_their_own_columns() -> None:
     assert told["line"] == [1, 1, 0]
     assert second["evidence"] == pytest.approx(0.5 - math.log(2))
     assert last["evidence"] == pytest.approx(0.75 - math.log(2))
+    assert [column["potentials"] for column in told["columns"]] == [None, None, [1.5, None]]
     assert told["events"] == 3, "what is stored is what was sent"

@@ -150,6 +150,8 @@ class Cycle:
     ess: float | None = None  # likewise
     resampled: bool = False
     log_evidence: float | None = None  # log Ẑ as if the request ended after the cycle; None as above
+    # [N] float32: what the weights after the cycle have of text potentials; None where no request in the batch has one.
+    log_potentials: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ from smcjax.engine.results.cycles import first_cycle, later_cycle
 from smcjax.engine.results.outputs import Cycle, RequestOutput, StreamChunk
 from smcjax.engine.results.results import Times
 from smcjax.engine.results.scores import Scored, prompt_scores, scores_along
+from smcjax.engine.results.steering import Steering
 from smcjax.engine.results.stopping import StopStrings
 from smcjax.engine.results.streaming import StablePrefixStream
-from smcjax.engine.run.steering import Steering
 from smcjax.engine.schedule.scheduler import Group
 
 

@@ -45,6 +45,7 @@ export class History {
       ancestors,
       resampled: event.resampled,
       ess: event.ess,
+      potentials: event.log_potentials ?? null, // what the weights have of them after the cycle
       evidence,
       finished: event.finished,
       lengths: event.lengths,
@@ -63,6 +64,11 @@ export class History {
     this.evidence = log_evidence ?? null;
     this.weights = particles?.map((one) => one.weight ?? 0) ?? weights ?? null;
     this.texts = particles?.map((one) => one.text ?? "") ?? texts ?? null;
+  }
+
+  /** True where potentials steer the particles. */
+  get steered() {
+    return this.columns.some((column) => column.potentials?.some((value) => value !== 0));
   }
 
   /** True where `count` columns are all of a run that has ended. */

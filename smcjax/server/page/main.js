@@ -110,8 +110,18 @@ function body(prompt) {
     temperature: number("temperature"),
     seed: number("seed"),
     stream: true,
-    smc: { events: true, control: at("control").disabled ? undefined : number("control") },
+    smc: {
+      events: true,
+      control: at("control").disabled ? undefined : number("control"),
+      potentials: at("potentials").disabled ? undefined : chosen(at("potentials")),
+    },
   };
+}
+
+/** The values of a list that are chosen; undefined for none. */
+function chosen(select) {
+  const values = [...select.selectedOptions].map((option) => option.value);
+  return values.length ? values : undefined;
 }
 
 async function send() {
@@ -237,6 +247,11 @@ function describeModel() {
   if (!smc) return;
   at("control").disabled = smc.exact;
   at("control").placeholder = smc.exact ? "none" : `${smc.control ?? "the decoder's"}`;
+  const names = smc.potentials ?? [];
+  const before = chosen(at("potentials")) ?? [];
+  at("potentials").replaceChildren(...names.map((name) => new Option(name, name, false, before.includes(name))));
+  at("potentials").disabled = !smc.n_particles || !names.length;
+  at("steering").hidden = !names.length;
   const parts = [];
   if (smc.n_particles) parts.push(`N = ${smc.n_particles} particles`);
   if (smc.n_candidates > 1) parts.push(`${smc.n_candidates} candidates`);

@@ -45,6 +45,7 @@ export function take(history, event) {
   check(rowsOf(event.lengths, n) && event.lengths.every(Number.isFinite), "lengths");
   check(rowsOf(event.finished, n), "finished");
   check(!event.log_weights || rowsOf(event.log_weights, n), "log_weights");
+  check(!event.log_potentials || rowsOf(event.log_potentials, n), "log_potentials");
   check(!event.texts || (rowsOf(event.texts, n) && event.texts.every((one) => typeof one === "string")), "texts");
   check(!event.token_ids || rowsOf(event.token_ids, n), "token_ids");
   history.add(event);

@@ -1,10 +1,16 @@
-// Below the genealogy, column by column: the effective sample size, and the log evidence so far.
+// Below the genealogy, column by column: the effective sample size, the log evidence so far, and of a population that
+// potentials steer, the log value of each particle.
 
 const HEIGHT = 40;
 const BETWEEN = 18; // a strip's title
-export const STRIPS = 2 * (HEIGHT + BETWEEN) + 10; // pixels that the strips take
 
-/** Draws both strips from `top` on, for the columns `seen` of a tree whose window begins at `from`. */
+/** Pixels that the strips take; a lone sequence has none. */
+export function heightOf(history) {
+  if (!(history?.particles > 1)) return 0;
+  return (history.steered ? 3 : 2) * (HEIGHT + BETWEEN) + 10;
+}
+
+/** Draws the strips from `top` on, for the columns `seen` of a tree whose window begins at `from`. */
 export function drawStrips(tree, { seen, top, from, width }) {
   const { pen, history, count, colours } = tree;
   const n = history.particles;
@@ -21,6 +27,8 @@ export function drawStrips(tree, { seen, top, from, width }) {
     pen.fillRect(x, essBottom - high, wide, high);
   }
   title(tree, `ESS, of ${n}; stronger where it led to resampling`, from, top);
+
+  if (history.steered) drawPotentials(tree, { seen, top: evidenceTop + HEIGHT, from, width });
 
   const known = columns.slice(0, count).map((column) => column.evidence).filter(Number.isFinite);
   title(tree, "log evidence so far", from, essBottom + 2);
@@ -42,6 +50,25 @@ export function drawStrips(tree, { seen, top, from, width }) {
     begun = true;
   }
   pen.stroke();
+}
+
+/** A mark for the log value of each particle; where a potential forbids one there is none. */
+function drawPotentials(tree, { seen, top, from, width }) {
+  const { pen, history, count, colours } = tree;
+  const columns = history.columns.slice(0, count);
+  title(tree, "log potential of each particle", from, top + 2);
+  rule(tree, top + BETWEEN + HEIGHT, from, width);
+  const known = columns.flatMap((column) => column.potentials ?? []).filter(Number.isFinite);
+  if (!known.length) return;
+  const high = Math.max(...known);
+  const low = Math.min(high - 1, ...known);
+  pen.fillStyle = colours.ink;
+  for (const t of seen) {
+    const { x, width: wide } = tree.places[t];
+    for (const value of (columns[t]?.potentials ?? []).filter(Number.isFinite)) {
+      pen.fillRect(x, top + BETWEEN + 4 + ((HEIGHT - 8) * (high - value)) / (high - low) - 1, wide, 2);
+    }
+  }
 }
 
 function rule({ pen, colours }, y, from, width) {

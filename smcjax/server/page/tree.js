@@ -2,7 +2,7 @@
 // cost no more than those on the screen. Sizes and the place of the window are kept here, since asking the document for
 // them while a frame is made has it lay out the page again.
 
-import { drawStrips, STRIPS } from "./strips.js";
+import { drawStrips, heightOf } from "./strips.js";
 
 const TOP = 26; // the cycles' numbers
 const LEFT = 14;
@@ -138,7 +138,7 @@ export class Tree {
     const { canvas, pen, scroller, history, width } = this;
     const ratio = devicePixelRatio || 1;
     const tree = history ? TOP + history.particles * this.row + 8 : 0;
-    const strips = history?.particles > 1 ? STRIPS : 0; // a lone sequence has neither of them
+    const strips = heightOf(history);
     const height = history ? tree + strips : 0;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(width * ratio);
@@ -308,7 +308,7 @@ export class Tree {
     pen.setLineDash([2, 3]);
     pen.beginPath();
     pen.moveTo(middle, TOP - 6);
-    pen.lineTo(middle, bottom + STRIPS);
+    pen.lineTo(middle, bottom + heightOf(history));
     pen.stroke();
     pen.setLineDash([]);
     pen.fillStyle = this.colours.ink;
