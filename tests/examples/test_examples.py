@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,13 @@ def test_evidence_compares_two_models(capsys: pytest.CaptureFixture[str]) -> Non
     large, small, factor = (float(found) for found in re.findall(r"-?\d+\.\d+", out))
     assert -0.5 < small < large <= 0.01
     assert math.isclose(factor, large - small, abs_tol=0.011)
+
+
+@pytest.mark.slow
+def test_a_verifier_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five shares of right answers; the verifier sees what is wrong and nothing else."""
+    monkeypatch.setattr(sys, "argv", ["steer.py", "4", "4"])
+    assert len(re.findall(r"^ *\d+\.\d%  ", printed("steer", capsys), re.MULTILINE)) == 5
+    verify = runpy.run_path(str(EXAMPLES / "steer.py"))["verify"]
+    texts = ["", "Tom has 12 - 7 = 5 apples", "Tom has 12 - 7 = 6 apples\nThat makes 3 * 4 = 13", "7 / 0 = 1"]
+    assert verify("", texts) == [0, 0, -8, -4]
