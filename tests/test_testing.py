@@ -187,7 +187,7 @@ TEXT_MISTAKES = {
         TextPotential(length, ask=1, complete=ends_in_a_stop),
         TextPotential(ends_in_a_stop),  # of beginnings it is never asked
     ],
-    ids=str,
+    ids=["length", "no digits", "of whole answers", "at the end alone"],
 )
 def test_right_text_potentials_pass(potential: TextPotential) -> None:
     battery(potential)

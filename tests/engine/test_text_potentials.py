@@ -289,7 +289,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "words"), REFUSALS, ids=str)
+@pytest.mark.parametrize(("fields", "words"), REFUSALS, ids=["a number", "no list"])
 def test_what_is_no_potential_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SamplingParams(**fields)
@@ -305,7 +305,7 @@ def test_what_is_no_potential_is_refused(fields: dict[str, Any], words: str) -> 
         ({"score": vowels, "exponent": -1.0}, "exponent must be a number from 0 to 1,000,000, got"),
         ({"score": vowels, "complete": 3}, "complete must be a function"),
     ],
-    ids=str,
+    ids=["score", "ask 0", "no expression", "matches nothing", "exponent", "complete"],
 )
 def test_wrong_potentials_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words) + r".*\.$"):
