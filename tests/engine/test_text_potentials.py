@@ -286,10 +286,11 @@ def test_potentials_of_tokens_are_a_requests_own(pair: Pair, steered: LLM) -> No
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"potentials": [3]}, "potentials must be a list of TextPotentials or smcjax.smc.Potentials, got"),
     ({"potentials": STEERED}, "potentials must be a list of"),
+    ({"potentials": [smc.ConstantPotential(1.0)] * 2}, "a potential on the device twice"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "words"), REFUSALS, ids=["a number", "no list"])
+@pytest.mark.parametrize(("fields", "words"), REFUSALS, ids=["a number", "no list", "twice"])
 def test_what_is_no_potential_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SamplingParams(**fields)

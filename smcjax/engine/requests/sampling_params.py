@@ -150,7 +150,8 @@ class SamplingParams:
             )
         object.__setattr__(self, "potentials", tuple(self.potentials))
         try:
-            hash(self.device_potentials)
+            if len(set(self.device_potentials)) < len(self.device_potentials):
+                raise ValueError("potentials has a potential on the device twice; say its square in one.")
         except TypeError as error:
             raise ValueError(
                 f"potentials on the device must be hashable, as programs are compiled for them: {error}; make them "

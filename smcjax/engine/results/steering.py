@@ -15,9 +15,11 @@ was preempted, ask for nothing twice.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,19 +39,19 @@ _SELECT = 0x5E1EC7  # beside a request's seed, for the draw of its answer
 
 
 class Scorer:
-    """Threads in which potentials run, those of all requests of an engine."""
+    """Threads in which the potentials of an engine's requests run. A process that ends does not wait for them."""
 
     def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None  # started by the first potential
+        self._places = threading.BoundedSemaphore(THREADS)
         self._open: set[Future[list[float]]] = set()
 
     def ask(self, potential: TextPotential, prompt: str, texts: list[str], *, whole: bool) -> Future[list[float]]:
         """Begins to ask about texts."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS, "smcjax-potential")
         self._open = {future for future in self._open if not future.done()}
-        future = self._threads.submit(potential.values, prompt, texts, whole=whole)
+        future: Future[list[float]] = Future()
         self._open.add(future)
+        asked = (future, potential, prompt, texts, whole)
+        threading.Thread(target=self._work, args=asked, name="smcjax-potential", daemon=True).start()
         return future
 
     def wait(self, seconds: float) -> None:
@@ -57,10 +59,20 @@ class Scorer:
         wait(self._open, seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Begins no further function. One that runs is waited for when the interpreter ends."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
+        """Begins no further function; what those that run return is of no use."""
+        for future in self._open:
+            future.cancel()
+
+    def _work(
+        self, future: Future[list[float]], potential: TextPotential, prompt: str, texts: list[str], whole: bool
+    ) -> None:
+        with self._places:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(potential.values(prompt, texts, whole=whole))
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class _Key(NamedTuple):
@@ -69,6 +81,11 @@ class _Key(NamedTuple):
     potential: int
     text: str
     whole: bool
+
+    @property
+    def digest(self) -> bytes:
+        """Stands for the key among all of a request's, in 16 bytes: beginnings of a long answer are long together."""
+        return hashlib.blake2b(repr(tuple(self)).encode(errors="backslashreplace"), digest_size=16).digest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +102,14 @@ class Values:
 
     def __init__(self, request: Request, prompt: str, scorer: Scorer) -> None:
         self._potentials, self._prompt, self._scorer = request.params.text_potentials, prompt, scorer
-        self._known: dict[_Key, float] = {}
+        self._known: dict[bytes, float] = {}  # by digest
         self._asked: list[tuple[list[_Key], Future[list[float]]]] = []
         self.error: str | None = None  # why a potential's answer cannot be used
 
     def ask(self, keys: Iterable[_Key]) -> None:
         """Asks for what is neither known nor asked: each potential once, for all of its texts."""
         asked = {key for some, _ in self._asked for key in some}
-        new = [key for key in dict.fromkeys(keys) if key not in self._known and key not in asked]
+        new = [key for key in dict.fromkeys(keys) if key not in asked and key.digest not in self._known]
         for number, whole in dict.fromkeys((key.potential, key.whole) for key in new):
             own = [key for key in new if (key.potential, key.whole) == (number, whole)]
             texts = [key.text for key in own]
@@ -110,12 +127,12 @@ class Values:
                 name = self._potentials[keys[0].potential].name
                 self.error = self.error or f"the potential {name} failed: {told}."
             else:
-                self._known |= dict(zip(keys, future.result(), strict=True))
+                self._known |= {key.digest: value for key, value in zip(keys, future.result(), strict=True)}
         self._asked = going
 
     def of(self, keys: Sequence[_Key | None]) -> float | None:
         """The sum of the log values; None while one of them is not known."""
-        found = [0.0 if key is None else self._known.get(key) for key in keys]
+        found = [0.0 if key is None else self._known.get(key.digest) for key in keys]
         return None if None in found else float(sum(found))  # type: ignore[arg-type]
 
 
@@ -243,9 +260,13 @@ class Steering:
                 break
             text += tokenizer.feed(token)
             for number, potential in enumerate(self._potentials):
-                begin = self._beginning(number, potential, text, at, keys[number])
-                if begin is not None:
-                    keys[number] = _Key(number, begin, whole=False)
+                if isinstance(potential.ask, int) and at % potential.ask == 0:
+                    keys[number] = _Key(number, text, whole=False)
+        for number, pattern in enumerate(self._patterns):
+            asked = keys[number]
+            done = 0 if asked is None else len(asked.text)
+            if pattern is not None and (ends := [match.end() for match in pattern.finditer(text, done)]):
+                keys[number] = _Key(number, text[: ends[-1]], whole=False)
         cut = first_stop(text, self._request.params.stop_strings)
         if ended or cut is not None:
             text = text[:cut] if cut is not None else text + tokenizer.rest()
@@ -253,18 +274,6 @@ class Steering:
             keys = [_Key(i, text, whole=True) if asks[i] else None for i in range(len(keys))]
             ended = True
         return _Row(tokenizer, row.length + len(tokens), text, tuple(keys), ended)
-
-    def _beginning(
-        self, number: int, potential: TextPotential, text: str, length: int, last: _Key | None
-    ) -> str | None:
-        """The beginning to be asked about from this token on, if it is another than `last`; None: it is not."""
-        pattern = self._patterns[number]
-        if pattern is None:
-            due = potential.ask is not None and length % int(potential.ask) == 0
-            return text if due and (last is None or text != last.text) else None
-        done = 0 if last is None else len(last.text)
-        ends = [match.end() for match in pattern.finditer(text, done)]
-        return text[: ends[-1]] if ends and ends[-1] > done else None
 
 
 def values_of(size: int, rows: int, steering: Mapping[int, tuple[Steering, int, bool]]) -> TextValues:

@@ -211,6 +211,8 @@ class Runner:
         """The last argument of a program, for the requests in all slots, by slot."""
         automata = self._automata if "grammar" in program.features else None
         columns = program.requested_potentials
+        if not columns and values is None:
+            return BatchInputs(automata)
         wanted = np.zeros((self.size, len(columns)), bool)
         for slot, request in requests.items():
             wanted[slot] = [one in request.params.potentials for one in columns]
