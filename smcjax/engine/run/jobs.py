@@ -64,6 +64,10 @@ class BatchInputs:
         requests = dataclasses.replace(state.requests, potentials=None)
         return without_automata(dataclasses.replace(state, requests=requests))
 
+    def as_arguments(self) -> tuple[BatchInputs, ...]:
+        """The program's further arguments: these, or none for a plain program."""
+        return (self,) if jax.tree.leaves(self) else ()
+
     @classmethod
     def shapes(cls, program: Any, size: int) -> BatchInputs:
         """The inputs' shapes, without values."""
@@ -73,6 +77,9 @@ class BatchInputs:
             automata = PlacedAutomata(places, abstract(make_tables({}, size, program.target.vocab_size)))
         wanted: Any = jax.ShapeDtypeStruct((size, potentials), jnp.bool_) if potentials else None
         return cls(automata, wanted)
+
+
+PLAIN = BatchInputs()  # of requests without features
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,7 +128,7 @@ class BatchJobs:
         for reading in self.readings:
             stepped = stepping(program, reading)
             jobs[stepped, size, "step"] = step_job(
-                self._step(stepped), program, self.params, state, with_values, sharded=self.sharded
+                self._step(stepped), program, self.params, state, *with_values.as_arguments(), sharded=self.sharded
             )
         plain: dict[Any, Job] = {
             (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
@@ -133,7 +140,7 @@ class BatchJobs:
         for count, length in {(one, self.chunks.alone), (one, self.chunks.together), (size, self.chunks.together)}:
             slots = jax.ShapeDtypeStruct((count,), jnp.int32)
             stored = jax.ShapeDtypeStruct((count, pages_of(length, self.program.page_size)), jnp.int32)
-            arguments = (params, state, cached, slots, slots, slots, stored, inputs)
+            arguments = (params, state, cached, slots, slots, slots, stored, *inputs.as_arguments())
             plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
         jobs |= {key: self._job(job) for key, job in plain.items()}
         return {key: job._replace(identity=(self.program, self.sharded, size, key)) for key, job in jobs.items()}
@@ -176,7 +183,7 @@ class BatchJobs:
         return put(state, slots, dataclasses.replace(joined, running=jnp.zeros_like(present)))
 
     def _step(self, program: Any) -> Callable[..., tuple[Any, Any, jax.Array]]:
-        def step(params: Any, state: Any, inputs: BatchInputs) -> tuple[Any, Any, jax.Array]:
+        def step(params: Any, state: Any, inputs: BatchInputs = PLAIN) -> tuple[Any, Any, jax.Array]:
             state, step = inputs.into(state), functools.partial(program.step, params)
             state, info = step(state) if inputs.values is None else steered(step, state, inputs.values)
             return inputs.out_of(state), info, state.memory.pool.num_free
@@ -192,7 +199,7 @@ class BatchJobs:
             start_at: jax.Array,
             cached: jax.Array,
             cache_slots: jax.Array,
-            inputs: BatchInputs,
+            inputs: BatchInputs = PLAIN,
         ) -> tuple[Any, PrefillReport]:
             given = inputs.into(state)
             groups = take(given, slots)

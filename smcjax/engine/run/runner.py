@@ -207,16 +207,18 @@ class Runner:
             self._automata = self._put(PlacedAutomata(places, tables))  # type: ignore[arg-type]
         self._constrained = self.size, wanted
 
-    def _inputs(self, program: Any, requests: Mapping[int, Request], values: TextValues | None = None) -> BatchInputs:
-        """The last argument of a program, for the requests in all slots, by slot."""
+    def _inputs(
+        self, program: Any, requests: Mapping[int, Request], values: TextValues | None = None
+    ) -> tuple[BatchInputs, ...]:
+        """The last argument of a program with features, for the requests in all slots, by slot."""
         automata = self._automata if "grammar" in program.features else None
         columns = program.requested_potentials
         if not columns and values is None:
-            return BatchInputs(automata)
+            return BatchInputs(automata).as_arguments()
         wanted = np.zeros((self.size, len(columns)), bool)
         for slot, request in requests.items():
             wanted[slot] = [one in request.params.potentials for one in columns]
-        return BatchInputs(automata, *self._put((wanted if columns else None, values)))
+        return BatchInputs(automata, *self._put((wanted if columns else None, values))).as_arguments()
 
     def _computed(self, key: Hashable, *arguments: Any) -> Any:
         """The results of a program that runs models, in which devices wait for each other where there are several."""
@@ -245,7 +247,7 @@ class Runner:
         key = program, self.size, count, length, "prefill"
         asked = self._put((slots, start_at, cached, cache_slots))
         inputs = self._inputs(program, requests)
-        (self.state, self.cached), first = self._computed(key, self.state, self.cached, *asked, inputs)
+        (self.state, self.cached), first = self._computed(key, self.state, self.cached, *asked, *inputs)
         return first
 
     def step(
@@ -262,7 +264,7 @@ class Runner:
         """
         key = stepping(program, reading), self.size, "step"
         inputs = self._inputs(program, requests, values)
-        self.state, info, free = self._computed(key, self.state, inputs)
+        self.state, info, free = self._computed(key, self.state, *inputs)
         return info, free
 
     def leave(self, slot: int) -> tuple[Population, jax.Array]:
