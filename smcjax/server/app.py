@@ -70,7 +70,7 @@ def _read[F: Callable[..., Any]](router: APIRouter, path: str, **options: Any) -
 
 def _of_models(served: Served) -> APIRouter:
     router = APIRouter()
-    models = served.models
+    models, potentials = served.models, sorted(served.settings.potentials)
 
     def entry(name: str, model: VirtualModel) -> dict[str, Any]:
         return {
@@ -80,7 +80,7 @@ def _of_models(served: Served) -> APIRouter:
             "owned_by": "smcjax",
             "root": model.name,
             "max_model_len": model.llm.llm.max_model_len,
-            "smc": model.description() | {"potentials": sorted(served.settings.potentials)},
+            "smc": model.description() | ({"potentials": potentials} if model.decoding.weighted else {}),
         }
 
     @_read(router, "/v1/models")

@@ -229,7 +229,9 @@ def test_few_prompts_do_not_take_as_long_as_many(
     read: list[int] = []
     prefill = engine.runner.prefill
     monkeypatch.setattr(
-        engine.runner, "prefill", lambda program, chunks: (read.append(len(chunks)), prefill(program, chunks))[1]
+        engine.runner,
+        "prefill",
+        lambda program, chunks, *of: (read.append(len(chunks)), prefill(program, chunks, *of))[1],
     )
 
     def arrive(count: int) -> list[Any]:

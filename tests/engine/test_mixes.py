@@ -216,6 +216,11 @@ def check_logprobs(llm: LLM, output: RequestOutput, params: SamplingParams) -> N
         np.testing.assert_allclose([row[one.token_id] for one in likeliest], largest, atol=2e-4)
 
 
+def most_pages(llm: LLM) -> int:
+    """Pages that the largest request may need."""
+    return max(llm._footprint.worst_case(length, MAX_MODEL_LEN) for length in range(1, MAX_MODEL_LEN))
+
+
 @contextlib.contextmanager
 def engines(pair: Pair, rng: random.Random, decoding: Decoding | None) -> Iterator[tuple[LLM, LLM, dict[str, Any]]]:
     """An engine of the decoder, another of other options, and these."""
@@ -229,7 +234,9 @@ def engines(pair: Pair, rng: random.Random, decoding: Decoding | None) -> Iterat
         if rng.random() < 0.5:  # memory for the largest request and little more
             options["num_pages"] = 2 + one._footprint.worst_case(1, MAX_MODEL_LEN) * 4 // options["page_size"] * 5 // 4
         other = accepted(functools.partial(make, **options))
-        while other is None:
+        while other is None or other.num_pages <= most_pages(other):
+            if other is not None:
+                other.close()
             options["num_pages"] *= 2
             other = accepted(functools.partial(make, **options))
         with other:

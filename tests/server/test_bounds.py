@@ -222,7 +222,7 @@ def test_others_hardly_wait(server: Server) -> None:
         attack("all", lambda: list(pool.map(lambda one: one[0](server, 2.0), ATTACKS)))
     figures.append(f"alone {alone:.2f}, most memory {server.most / 2**30:.2f} GiB")
     print("\n".join(figures))
-    assert f"never more than {MEMORY_GIB}," in STATED.read_text()
+    assert f"never more than {MEMORY_GIB}." in STATED.read_text()
     assert server.most < MEMORY_GIB << 30, figures
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +55,13 @@ def test_cycles_resample_their_own_columns() -> None:
     assert last["evidence"] == pytest.approx(0.75 - math.log(2))
     assert [column["potentials"] for column in told["columns"]] == [None, None, [1.5, None]]
     assert told["events"] == 3, "what is stored is what was sent"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in PAGE.glob("*.js")))
+def test_scripts_are_modules(name: str, tmp_path: Path) -> None:
+    """No browser is needed to see what it could not read: a name that is declared twice, say."""
+    (tmp_path / "script.mjs").write_text((PAGE / name).read_text())
+    checked = subprocess.run(
+        ["node", "--check", str(tmp_path / "script.mjs")], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr

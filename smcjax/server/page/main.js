@@ -113,13 +113,13 @@ function body(prompt) {
     smc: {
       events: true,
       control: at("control").disabled ? undefined : number("control"),
-      potentials: at("potentials").disabled ? undefined : chosen(at("potentials")),
+      potentials: at("potentials").disabled ? undefined : picked(at("potentials")),
     },
   };
 }
 
 /** The values of a list that are chosen; undefined for none. */
-function chosen(select) {
+function picked(select) {
   const values = [...select.selectedOptions].map((option) => option.value);
   return values.length ? values : undefined;
 }
@@ -248,7 +248,7 @@ function describeModel() {
   at("control").disabled = smc.exact;
   at("control").placeholder = smc.exact ? "none" : `${smc.control ?? "the decoder's"}`;
   const names = smc.potentials ?? [];
-  const before = chosen(at("potentials")) ?? [];
+  const before = picked(at("potentials")) ?? [];
   at("potentials").replaceChildren(...names.map((name) => new Option(name, name, false, before.includes(name))));
   at("potentials").disabled = !smc.n_particles || !names.length;
   at("steering").hidden = !names.length;
