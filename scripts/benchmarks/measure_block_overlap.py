@@ -149,7 +149,7 @@ def tree_selections(
 
 @dataclasses.dataclass
 class Sums:
-    """What is counted of documents.
+    """Counts over documents.
 
     Attributes:
         layers: for each layer that selects, all runs of consecutive positions.

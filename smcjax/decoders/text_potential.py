@@ -54,7 +54,7 @@ class TextPotential:
 
     @property
     def name(self) -> str:
-        """What an error calls it: the name of its function."""
+        """The name of its function, which stands in errors."""
         return getattr(self.score, "__qualname__", type(self.score).__name__)
 
     def values(self, prompt: str, texts: list[str], *, whole: bool) -> list[float]:

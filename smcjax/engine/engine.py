@@ -290,9 +290,9 @@ class Engine:
             runner.join(make_batch(requests, schedule.size, **geometry), cached)
             for group in schedule.joining:
                 self._running[group.request.request_id] = self._admitted(group)
-        if "grammar" in program.features:
-            runner.constrain({group.slot: group.request for group in self._scheduler.groups})
         requests = {group.slot: group.request for group in self._scheduler.groups}
+        if "grammar" in program.features:
+            runner.constrain(requests)
         if schedule.prefill:
             stored = defaultdict[int, list[tuple[int, int]]](list)
             for group, page, cache_slot in schedule.stored:
@@ -412,7 +412,7 @@ class Engine:
             running.group.waits = not running.steering.knows(running.group.cycles + 1)
 
     def _values(self, size: int) -> TextValues:
-        """What the cycle that is scheduled takes of text potentials."""
+        """Makes the values of text potentials that the scheduled cycle takes."""
         found = {
             running.group.slot: (running.steering, running.group.cycles, running.group.waits)
             for running in self._steered

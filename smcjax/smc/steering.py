@@ -29,7 +29,7 @@ from smcjax.smc.state import Info, State
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TextValues:
-    """What the host says with a cycle of G groups of N rows."""
+    """The host sends these values with a cycle of G groups of N rows."""
 
     log_value: Float[Array, "G N"]  # of the rows as they were before the last cycle
     known: Bool[Array, " G"]  # groups with values

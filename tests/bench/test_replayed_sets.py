@@ -322,7 +322,7 @@ def test_nodes_select_as_their_paths_would() -> None:
 
 
 def test_what_groups_of_nodes_load() -> None:
-    """Of known sets: those of one branch are alike, so "dfs", which puts branches together, loads least.
+    """Sets of one branch are alike here, so "dfs", which puts branches together, loads least.
 
     Control: one by one, and all nodes together, no order matters.
     """

@@ -33,7 +33,7 @@ def vowels(prompt: str, texts: Sequence[str]) -> list[float]:
 
 
 def early(prompt: str, texts: Sequence[str]) -> list[float]:
-    """Of beginnings: something else, which the whole answer takes back."""
+    """Values of beginnings are something else, which the whole answer takes back."""
     return [2.5 - 0.3 * len(text) + 0.6 * text.count("b") for text in texts]
 
 

@@ -1,8 +1,9 @@
-"""Cycles as the reader of a traced request follows them, from the decoder's reports."""
+"""Cycles by the decoder's reports: as the reader of a traced request follows them, and what they make of rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,3 +34,26 @@ def _up_to_stop(block: list[int], stop_ids: tuple[int, ...]) -> list[int]:
     """The block without what lies behind its first stop token."""
     stops = (column for column, token in enumerate(block) if token in stop_ids)
     return block[: next(stops, len(block) - 1) + 1]
+
+
+class _Grown(Protocol):
+    @property
+    def length(self) -> int: ...
+
+
+def rows_after[R: _Grown](
+    before: Sequence[R],
+    blocks: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    ancestors: Sequence[int],
+    longer: Callable[[int, Sequence[int]], R],
+) -> list[R]:
+    """Returns the rows after a cycle: each ancestor, made `longer` by the tokens of its block, once for all its copies.
+
+    `longer` takes the ancestor's number and these tokens; `lengths` are those of the rows after the cycle.
+    """
+    made: dict[int, R] = {}
+    for row, length in zip(ancestors, lengths, strict=True):
+        if row not in made:
+            made[row] = longer(row, blocks[row][: length - before[row].length])
+    return [made[row] for row in ancestors]

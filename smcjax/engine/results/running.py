@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -74,17 +75,19 @@ class Running:
         if kind == "first":
             self.steering.begin(value.tokens.tolist())
             return
+        self.steering.advance(*self._rows_of(value))
+
+    def _rows_of(self, value: Any) -> Iterator[list[Any]]:
+        """Blocks, lengths of the answers, ancestors, and who is alive and finished, by a cycle's report."""
         lengths = value.length - len(self.request.token_ids)
-        self.steering.advance(*(x.tolist() for x in (value.tokens, lengths, *self.decoder.rows_after(value))))
+        return (array.tolist() for array in (value.tokens, lengths, *self.decoder.rows_after(value)))
 
     def is_decided(self, kind: str, value: Any) -> bool:
         """True once every row that may still answer holds a stop string or has ended."""
         assert self.stops is not None
         if kind == "first":
             return self.stops.begin(value.tokens.tolist())
-        lengths = value.length - len(self.request.token_ids)
-        rows = self.decoder.rows_after(value)
-        return self.stops.advance(*(x.tolist() for x in (value.tokens, lengths, *rows)))
+        return self.stops.advance(*self._rows_of(value))
 
     def scores(self, row: int, begin: int, end: int) -> Scored | None:
         """The scores of tokens `begin` … `end − 1` of the answer that `row` has now; None without log-probabilities."""

@@ -15,18 +15,20 @@ was preempted, ask for nothing twice.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from smcjax.decoders.text_potential import TextPotential
 from smcjax.decoding.sequences import Population
 from smcjax.engine.requests.requests import Request
+from smcjax.engine.results.cycles import rows_after
 from smcjax.engine.results.results import completion_of, first_stop, normalized
 from smcjax.engine.results.text import AnswerText
 from smcjax.smc.history import log_mean
@@ -75,17 +77,20 @@ class Scorer:
                 future.set_exception(error)
 
 
-class _Key(NamedTuple):
-    """What is asked: a potential by its number in the request, a text, and whether it is a whole answer."""
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """A question: a potential by its number in the request is asked about a text, which may be a whole answer."""
 
     potential: int
     text: str
     whole: bool
 
-    @property
+    @functools.cached_property
     def digest(self) -> bytes:
         """Stands for the key among all of a request's, in 16 bytes: beginnings of a long answer are long together."""
-        return hashlib.blake2b(repr(tuple(self)).encode(errors="backslashreplace"), digest_size=16).digest()
+        return hashlib.blake2b(
+            repr((self.potential, self.text, self.whole)).encode(errors="backslashreplace"), digest_size=16
+        ).digest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +103,7 @@ class _Row:
 
 
 class Values:
-    """What a request's potentials have said, by text. Outlives a preemption."""
+    """Asks a request's potentials, and keeps what they have said by text, also over a preemption."""
 
     def __init__(self, request: Request, prompt: str, scorer: Scorer) -> None:
         self._potentials, self._prompt, self._scorer = request.params.text_potentials, prompt, scorer
@@ -175,11 +180,10 @@ class Steering:
         finished: Sequence[bool],
     ) -> None:
         """Follows a cycle: arguments as of `smcjax.engine.results.stopping.StopStrings.advance`."""
-        before, longer = self._rows, dict[int, _Row]()
-        for row, length, ended in zip(ancestors, lengths, finished, strict=True):
-            if row not in longer:
-                longer[row] = self._longer(before[row], blocks[row][: length - before[row].length], ended=ended)
-        self._rows = [longer[row] for row in ancestors]
+        before, ended = self._rows, dict(zip(ancestors, finished, strict=True))
+        self._rows = rows_after(
+            before, blocks, lengths, ancestors, lambda row, tokens: self._longer(before[row], tokens, ended=ended[row])
+        )
         self._note(alive)
 
     def knows(self, cycle: int) -> bool:
@@ -277,7 +281,7 @@ class Steering:
 
 
 def values_of(size: int, rows: int, steering: Mapping[int, tuple[Steering, int, bool]]) -> TextValues:
-    """What a cycle of `size` slots takes; `steering` has the groups' slots, own cycles, and whether they wait."""
+    """Makes the values for a cycle of `size` slots; `steering` has the groups' slots, own cycles, and who waits."""
     values: Any = TextValues.nothing(size, rows)
     for slot, (group, cycle, waits) in steering.items():
         values.waits[slot] = waits

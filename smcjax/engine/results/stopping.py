@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smcjax.engine.requests.requests import Request
+from smcjax.engine.results.cycles import rows_after
 from smcjax.engine.results.results import first_stop
 from smcjax.engine.results.text import AnswerText
 from smcjax.tokenizer.tokenizer import Tokenizer
@@ -58,11 +59,10 @@ class StopStrings:
             alive: whether each row may still answer, [N].
             finished: whether each row has ended by itself, [N].
         """
-        before, longer = self._rows, dict[int, _Row]()
-        for row, length in zip(ancestors, lengths, strict=True):
-            if row not in longer:
-                longer[row] = self._longer(before[row], blocks[row][: length - before[row].length])
-        self._rows = [longer[row] for row in ancestors]
+        before = self._rows
+        self._rows = rows_after(
+            before, blocks, lengths, ancestors, lambda row, tokens: self._longer(before[row], tokens)
+        )
         return all(
             row.stopped or ended or not living for row, ended, living in zip(self._rows, finished, alive, strict=True)
         )

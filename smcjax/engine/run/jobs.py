@@ -47,7 +47,7 @@ class PrefillReport:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchInputs:
-    """What programs of requests with features take beside the state, for G slots."""
+    """Programs of requests with features take these arrays of G slots beside the state."""
 
     automata: PlacedAutomata | None = None  # where a program knows of forms
     potentials: Bool[Array, "G P"] | None = None  # which of the program's `requested_potentials` each request has
