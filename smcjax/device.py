@@ -31,6 +31,11 @@ class Device:
     bandwidth: float = 0.0
     flops: float = 0.0
 
+    @property
+    def capability(self) -> int:
+        """Compute capability of an NVIDIA GPU times ten, such as 90; 0 of anything else."""
+        return int(self.arch.removeprefix("sm")) if self.arch else 0
+
 
 # Bytes of shared memory that a block may have, by architecture (CUDA C++ Programming Guide, "Compute Capabilities").
 SHARED_MEMORY = {

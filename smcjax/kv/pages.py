@@ -30,7 +30,7 @@ from smcjax.pallas.cache.page_tables import (
     truncate_pages_mosaic,
 )
 from smcjax.pallas.cache.rotate_and_write import TRASH
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 
 Rows = tuple[Num[Array, "R _"], ...]
 
@@ -165,7 +165,7 @@ def _supports_fork(pool: PagePool, block_table: jax.Array, rows: Rows, *args: An
 
 
 fork = Op(_fork_reference)
-fork.register(Kernel(is_hopper, _fork_sm90, _supports_fork))
+fork.register(Kernel(runs_mosaic, _fork_sm90, _supports_fork))
 
 
 def keep(
@@ -270,7 +270,7 @@ def pages_touched(width: int, page_size: int) -> int:
 
 
 make_room = Op(_make_room_reference)
-make_room.register(Kernel(is_hopper, _make_room_sm90, _supports_room))
+make_room.register(Kernel(runs_mosaic, _make_room_sm90, _supports_room))
 
 
 def _truncate_pages_reference(
@@ -311,7 +311,7 @@ def _supports_truncate_pages(
 
 
 truncate_pages = Op(_truncate_pages_reference)
-truncate_pages.register(Kernel(is_hopper, _truncate_pages_sm90, _supports_truncate_pages))
+truncate_pages.register(Kernel(runs_mosaic, _truncate_pages_sm90, _supports_truncate_pages))
 
 
 def _first_of_all_sharers(pool: PagePool, pages: Int[Array, " R"]) -> Bool[Array, " R"]:

@@ -1,7 +1,7 @@
 """The choice between an operation's kernels and its reference, made where the operation is called and nowhere else.
 
     attention = Op(attention_reference)                       # plain XLA, which takes everything
-    attention.register(Kernel(is_hopper, attention_mosaic, supports))
+    attention.register(Kernel(runs_mosaic, attention_mosaic, supports))
     attention(q, keys, values)                                # the first kernel that takes these arguments here
 
 `implementations("xla")` and its like say for a whole trace which kernels come into question. The choice is part of
@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 from collections.abc import Callable
 
 import jax
 
 from smcjax.device import HOPPER, Device, this_device
 
-IMPLEMENTATIONS = ("auto", "mosaic", "xla")
+IMPLEMENTATIONS = ("auto", "mosaic", "triton", "xla")
+MIN_TRITON_CAPABILITY = 80  # tensor cores that multiply bfloat16, and copies to shared memory that nothing waits for
 
 _chosen = jax.make_user_context("auto")
 
@@ -27,7 +30,8 @@ def implementations(name: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context within which `name` says which implementations operations take.
 
     "auto": the kernels made for JAX's default device; "mosaic": the Hopper kernels whatever the device, as for lowering
-    them where no GPU is; "xla": references alone. Raises ValueError for another name.
+    them where no GPU is; "triton": the Triton kernels, on a Hopper GPU too; "xla": references alone. Raises ValueError
+    for another name.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}.")
@@ -36,27 +40,58 @@ def implementations(name: str) -> contextlib.AbstractContextManager[None]:
 
 def kernel_device() -> Device | None:
     """The device whose kernels come into question now; None where references alone do."""
-    if _chosen.value == "auto":
-        return this_device()
-    return HOPPER if _chosen.value == "mosaic" else None
+    if _chosen.value == "xla":
+        return None
+    if _chosen.value == "mosaic":
+        return HOPPER
+    device = this_device()
+    return HOPPER if _chosen.value == "triton" and device.platform != "gpu" else device
 
 
 def is_hopper(device: Device) -> bool:
     """True for Hopper GPUs with as many multiprocessors as an H100 SXM.
 
-    Kernels have as many blocks, some of which wait for each other: with fewer they would wait for ever.
+    Mosaic kernels have as many blocks, some of which wait for each other: with fewer they would wait for ever.
     """
     return device.arch == HOPPER.arch and device.multiprocessors >= HOPPER.multiprocessors
 
 
+def runs_mosaic(device: Device) -> bool:
+    """True where Mosaic kernels come into question for `device`."""
+    return is_hopper(device) and _chosen.value != "triton"
+
+
+def runs_triton(device: Device) -> bool:
+    """True where Triton kernels come into question for `device`, and no Mosaic kernels do."""
+    return runs_triton_beside_mosaic(device) and not runs_mosaic(device)
+
+
+def runs_triton_beside_mosaic(device: Device) -> bool:
+    """True where Triton kernels come into question, on Hopper also for what no Mosaic kernel takes.
+
+    "auto" has them only where jax-triton is installed (the extra `triton`).
+    """
+    if _chosen.value == "mosaic":
+        return False
+    return device.capability >= MIN_TRITON_CAPABILITY and (_chosen.value == "triton" or has_triton())
+
+
+@functools.cache
+def has_triton() -> bool:
+    """True where Triton and its bridge to JAX are installed. Neither is imported before a kernel runs."""
+    return all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
+
+
 def active_implementation() -> str:
-    """Names what operations take now: "mosaic" where the Hopper kernels come into question, else "xla".
+    """Names what operations take now: "mosaic" or "triton" where such kernels come into question, else "xla".
 
     This is for what depends on no single operation, such as a report or a compiler's option. Whether a kernel takes
     some arguments is asked of the operation.
     """
     device = kernel_device()
-    return "mosaic" if device is not None and is_hopper(device) else "xla"
+    if device is None:
+        return "xla"
+    return "mosaic" if runs_mosaic(device) else "triton" if runs_triton(device) else "xla"
 
 
 @dataclasses.dataclass(frozen=True)

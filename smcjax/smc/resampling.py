@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from smcjax import noise
 from smcjax.decoders import SCHEMES
 from smcjax.decoders.parts import Resampler
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.population.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.smc.weights import effective_sample_size, least_ess, log_mean_weight, must_resample, normalized_weights
 
@@ -148,7 +148,7 @@ def _supports_plan(keys: jax.Array, log_weights: jax.Array, *args: Any, method: 
 
 
 plan_resampling = Op(_plan_reference)
-plan_resampling.register(Kernel(is_hopper, _plan_sm90, _supports_plan))
+plan_resampling.register(Kernel(runs_mosaic, _plan_sm90, _supports_plan))
 
 
 def uniforms_of(key: Key[Array, ""], method: Method, n: int, dtype: Any) -> Float[Array, " U"]:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
 from smcjax.device import HOPPER
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, Ref, Threads
 
@@ -280,7 +280,7 @@ def _scan(
 
 
 acceptance_scan = Op(acceptance_scan_reference)
-acceptance_scan.register(Kernel(is_hopper, acceptance_scan_mosaic, supports_scan))
+acceptance_scan.register(Kernel(runs_mosaic, acceptance_scan_mosaic, supports_scan))
 
 
 def acceptance_type(rows: int) -> list[jax.ShapeDtypeStruct]:

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Num
 
 from smcjax.device import HOPPER
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, Ref, Threads
 from studies.verification import bulk
@@ -394,8 +394,8 @@ def _launch(
 
 
 pack = Op(pack_reference)
-pack.register(Kernel(is_hopper, lambda kv, lengths: pack_mosaic(kv, lengths)[0], _supports_pack))
+pack.register(Kernel(runs_mosaic, lambda kv, lengths: pack_mosaic(kv, lengths)[0], _supports_pack))
 
 verify_and_pack = Op(verify_and_pack_reference)
-verify_and_pack.register(Kernel(is_hopper, verify_and_pack_mosaic, _supports_fused))
-verify_and_pack.register(Kernel(is_hopper, scan_then_pack_mosaic, _supports_both))
+verify_and_pack.register(Kernel(runs_mosaic, verify_and_pack_mosaic, _supports_fused))
+verify_and_pack.register(Kernel(runs_mosaic, scan_then_pack_mosaic, _supports_both))

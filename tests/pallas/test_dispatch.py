@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from smcjax.device import HOPPER
+from smcjax.device import HOPPER, KNOWN, Device
 from smcjax.pallas import dispatch
-from smcjax.pallas.dispatch import Kernel, Op, implementations, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, implementations, runs_mosaic, runs_triton, runs_triton_beside_mosaic
 from tests.lazily import program_patches
 
 
@@ -19,8 +19,8 @@ def doubled(x: jax.Array) -> jax.Array:
 
 def make_op() -> Op[[jax.Array], jax.Array]:
     op = Op(doubled)
-    op.register(Kernel(is_hopper, lambda x: 200 * x, lambda x: x.ndim == 1))
-    op.register(Kernel(is_hopper, lambda x: 300 * x, lambda x: x.ndim <= 2))
+    op.register(Kernel(runs_mosaic, lambda x: 200 * x, lambda x: x.ndim == 1))
+    op.register(Kernel(runs_mosaic, lambda x: 300 * x, lambda x: x.ndim <= 2))
     op.register(Kernel(lambda device: device.arch == "sm100", lambda x: 400 * x, lambda x: True))
     return op
 
@@ -57,5 +57,44 @@ def test_a_jitted_function_is_traced_anew_for_another_choice() -> None:
 
 
 def test_another_name_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match=r"implementation must be one of auto, mosaic, xla, got 'cuda'\."):
+    with pytest.raises(ValueError, match=r"implementation must be one of auto, mosaic, triton, xla, got 'cuda'\."):
         implementations("cuda")
+
+
+def triton_op() -> Op[[jax.Array], jax.Array]:
+    op = Op(doubled)
+    op.register(Kernel(runs_mosaic, lambda x: 200 * x, lambda x: x.ndim == 1))
+    op.register(Kernel(runs_triton_beside_mosaic, lambda x: 500 * x, lambda x: x.ndim == 2))
+    op.register(Kernel(runs_triton, lambda x: 600 * x, lambda x: x.ndim <= 3))
+    return op
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kind", "installed", "found"),
+    [
+        ("triton", "NVIDIA H200", False, (600, 500, 600)),  # by name it need not be looked for
+        ("auto", "NVIDIA H200", True, (200, 500, 2)),
+        ("auto", "NVIDIA H200", False, (200, 2, 2)),
+        ("auto", "NVIDIA L4", True, (600, 500, 600)),
+        ("auto", "NVIDIA L4", False, (2, 2, 2)),
+        ("mosaic", "NVIDIA L4", True, (200, 2, 2)),
+        ("xla", "NVIDIA L4", True, (2, 2, 2)),
+    ],
+)
+def test_triton_serves_gpus_without_mosaic_and_what_mosaic_does_not_take(
+    chosen: str, kind: str, installed: bool, found: tuple[int, int, int]
+) -> None:
+    op = triton_op()
+    with (
+        program_patches(dispatch, "this_device", lambda: KNOWN[kind]),
+        program_patches(dispatch, "has_triton", lambda: installed),
+        implementations(chosen),
+    ):
+        assert tuple(int(op(jnp.ones((1,) * rank)).sum()) for rank in (1, 2, 3)) == found
+
+
+def test_gpus_before_ampere_have_no_triton_kernels() -> None:
+    old = Device("gpu", "NVIDIA T4", "sm75", 40, 64 << 10)
+    with program_patches(dispatch, "this_device", lambda: old), implementations("triton"):
+        assert dispatch.active_implementation() == "xla"
+        assert int(triton_op()(jnp.ones(1)).sum()) == 2

@@ -22,7 +22,7 @@ from smcjax.pallas.attention.prefix_shared import supports as shared_attention_s
 from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.attention.shared_tuning import NARROW, chunk_of, tiles_of
 from smcjax.pallas.attention.xla_blockwise import blockwise_paged_attention
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 
 
 def paged_attention_xla(
@@ -173,8 +173,8 @@ def _run_tasks(
 
 
 paged_attention = Op(paged_attention_xla)
-paged_attention.register(Kernel(is_hopper, _run_tasks, _supports_tasks))
-paged_attention.register(Kernel(is_hopper, _run_rows, _supports_rows))
+paged_attention.register(Kernel(runs_mosaic, _run_tasks, _supports_tasks))
+paged_attention.register(Kernel(runs_mosaic, _run_rows, _supports_rows))
 
 find_tasks = Op(find_sharing)
-find_tasks.register(Kernel(is_hopper, find_sharing_mosaic, lambda *_, rows, **terms: supports_sharing(rows=rows)))
+find_tasks.register(Kernel(runs_mosaic, find_sharing_mosaic, lambda *_, rows, **terms: supports_sharing(rows=rows)))

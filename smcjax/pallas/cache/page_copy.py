@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from smcjax.pallas.cache.rotate_and_write import Copies, copy_pages
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic.compat import pl, plgpu
 
 Pools = tuple[Float[Array, "P B Hkv D"], ...]
@@ -116,4 +116,4 @@ def _copied(pools: Pools, copies: Copies, *, interpret: Any) -> Pools:
 
 
 copy_all_pages = Op(copy_all_pages_reference)
-copy_all_pages.register(Kernel(is_hopper, copy_all_pages_mosaic, _supports))
+copy_all_pages.register(Kernel(runs_mosaic, copy_all_pages_mosaic, _supports))

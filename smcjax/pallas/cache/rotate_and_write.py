@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.layer.norm import PendingNorm, inverse_rms, rms_norm, row_layout, supports_norm
 from smcjax.pallas.mosaic.compat import fa, pl, plgpu
 from smcjax.pallas.mosaic.fuse_launches import Part, Place, launch
@@ -376,4 +376,4 @@ def rotate_and_write_mosaic(
 
 
 rotate_and_write = Op(rotate_and_write_reference)
-rotate_and_write.register(Kernel(is_hopper, rotate_and_write_mosaic, _supports))
+rotate_and_write.register(Kernel(runs_mosaic, rotate_and_write_mosaic, _supports))

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from smcjax.device import HOPPER
 from smcjax.noise import gumbels
 from smcjax.numerics import key_from
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.gumbel_max import (
     DTYPES,
@@ -373,4 +373,4 @@ def _supports(x: Any, weight: Any, *_: Any) -> bool:
 
 
 sampled_head: Op[..., tuple[jax.Array, jax.Array]] = Op(sampled_head_reference)
-sampled_head.register(Kernel(is_hopper, sampled_head_mosaic, _supports))
+sampled_head.register(Kernel(runs_mosaic, sampled_head_mosaic, _supports))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic.compat import plgpu
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
@@ -132,4 +132,4 @@ def add_rms_norm_mosaic(
 
 
 add_rms_norm = Op(add_rms_norm_reference)
-add_rms_norm.register(Kernel(is_hopper, add_rms_norm_mosaic, _supports))
+add_rms_norm.register(Kernel(runs_mosaic, add_rms_norm_mosaic, _supports))

@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from smcjax.matmul import Dense
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.layer.norm import PendingNorm
 from smcjax.pallas.layer.skinny_gemm_tuning import (
     DEPTH,
@@ -390,6 +390,6 @@ def _run(
 
 
 skinny_gemm = Op(product_reference)
-skinny_gemm.register(Kernel(is_hopper, product_mosaic, supports_product))
+skinny_gemm.register(Kernel(runs_mosaic, product_mosaic, supports_product))
 skinny_gemm_swiglu = Op(swiglu_product_reference)
-skinny_gemm_swiglu.register(Kernel(is_hopper, swiglu_product_mosaic, supports_swiglu_product))
+skinny_gemm_swiglu.register(Kernel(runs_mosaic, swiglu_product_mosaic, supports_swiglu_product))

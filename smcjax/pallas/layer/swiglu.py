@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.layer.norm import PendingNorm, inverse_rms, row_layout, supports_norm
 from smcjax.pallas.mosaic.compat import pl, plgpu
 
@@ -94,4 +94,4 @@ def _swiglu(
 
 
 swiglu = Op(swiglu_reference)
-swiglu.register(Kernel(is_hopper, swiglu_mosaic, _supports))
+swiglu.register(Kernel(runs_mosaic, swiglu_mosaic, _supports))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import plgpu
 from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, WARPS, Ref, Threads, Word
@@ -113,4 +113,4 @@ def _supports(ranks: jax.Array, n: int) -> bool:
 
 
 best_blocks = Op(best_blocks_reference)
-best_blocks.register(Kernel(is_hopper, best_blocks_mosaic, _supports))
+best_blocks.register(Kernel(runs_mosaic, best_blocks_mosaic, _supports))

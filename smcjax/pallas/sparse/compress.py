@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas.cache.rotate_and_write import rotate
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.thread_tiles import prefetch
@@ -481,4 +481,4 @@ def supports_compression_update(
 
 
 update_compressed = Op(update_compressed_reference)
-update_compressed.register(Kernel(is_hopper, update_compressed_mosaic, supports_compression_update))
+update_compressed.register(Kernel(runs_mosaic, update_compressed_mosaic, supports_compression_update))

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from smcjax.pallas.attention.shared_merge import UNIT, units_of
-from smcjax.pallas.dispatch import Kernel, is_hopper
+from smcjax.pallas.dispatch import Kernel, runs_mosaic
 from smcjax.pallas.layer.norm import PendingNorm
 from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import pl, plgpu
@@ -180,4 +180,4 @@ def _supports(
     return alike and supports_gated_sum(x, gate, bias, parts)
 
 
-gated_sum.register(Kernel(is_hopper, gated_merge_mosaic, _supports), first=True)
+gated_sum.register(Kernel(runs_mosaic, gated_merge_mosaic, _supports), first=True)

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from smcjax.numerics import product_precision
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.layer.norm import PendingNorm
 from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import plgpu
@@ -303,4 +303,4 @@ def supports_gated_sum(
 
 
 gated_sum = Op(gated_sum_reference)
-gated_sum.register(Kernel(is_hopper, gated_sum_mosaic, supports_gated_sum))
+gated_sum.register(Kernel(runs_mosaic, gated_sum_mosaic, supports_gated_sum))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.pallas.attention.prefix_shared import HALF, padded
 from smcjax.pallas.attention.reference import divisor_of
 from smcjax.pallas.attention.shared_merge import units_of
-from smcjax.pallas.dispatch import Kernel, is_hopper
+from smcjax.pallas.dispatch import Kernel, runs_mosaic
 from smcjax.pallas.mosaic.compat import plgpu
 from smcjax.pallas.mosaic.wgmma import QUERIES, swizzled
 from smcjax.pallas.sparse.grouped_attention import (
@@ -327,6 +327,6 @@ def _supports(
     return _supports_branches(q, (Branch(key_pages, value_pages, tasks, low, high),), groups, units=(unit,))
 
 
-grouped_scores.register(Kernel(is_hopper, grouped_scores_mosaic, _supports))
-grouped_attention.register(Kernel(is_hopper, grouped_attention_mosaic, _supports))
-grouped_branches.register(Kernel(is_hopper, grouped_branches_mosaic, _supports_branches))
+grouped_scores.register(Kernel(runs_mosaic, grouped_scores_mosaic, _supports))
+grouped_attention.register(Kernel(runs_mosaic, grouped_attention_mosaic, _supports))
+grouped_branches.register(Kernel(runs_mosaic, grouped_branches_mosaic, _supports_branches))

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
-from smcjax.pallas.dispatch import Kernel, is_hopper
+from smcjax.pallas.dispatch import Kernel, runs_mosaic
 from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.bitmask import WORD
 from smcjax.pallas.mosaic.compat import plgpu
@@ -240,4 +240,4 @@ def _supports(
     )
 
 
-tasks_of_blocks.register(Kernel(is_hopper, tasks_of_blocks_mosaic, _supports))
+tasks_of_blocks.register(Kernel(runs_mosaic, tasks_of_blocks_mosaic, _supports))

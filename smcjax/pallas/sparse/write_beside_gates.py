@@ -21,7 +21,7 @@ from smcjax.pallas.cache.rotate_and_write import (
     split_arguments,
     write_part,
 )
-from smcjax.pallas.dispatch import Kernel, Op, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic.fuse_launches import launch
 from smcjax.pallas.sparse.gates import Products, products_part, supports_products
 
@@ -67,4 +67,4 @@ def _supports(x: jax.Array, gate: jax.Array, write: Write) -> bool:
 
 
 write_beside_gates = Op(write_beside_gates_reference)
-write_beside_gates.register(Kernel(is_hopper, write_beside_gates_mosaic, _supports))
+write_beside_gates.register(Kernel(runs_mosaic, write_beside_gates_mosaic, _supports))

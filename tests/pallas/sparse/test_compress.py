@@ -18,7 +18,7 @@ from smcjax.model.attention import Projection
 from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
 from smcjax.model.view import BatchView
-from smcjax.pallas.dispatch import Kernel, Op, implementations, is_hopper
+from smcjax.pallas.dispatch import Kernel, Op, implementations, runs_mosaic
 from smcjax.pallas.sparse.compress import (
     CompressionUpdate,
     supports_compression_update,
@@ -108,7 +108,7 @@ def counted(patch_programs: Any, **how: Any) -> list[None]:
         calls.append(None)
         return update_compressed_mosaic(*args, **how)
 
-    counting.register(Kernel(is_hopper, counted, supports_compression_update))
+    counting.register(Kernel(runs_mosaic, counted, supports_compression_update))
     patch_programs(compression_update, "update_compressed", counting)
     return calls
 

@@ -1,0 +1,1 @@
+"""What the Triton kernels of all rooms share: their launch, and an interpreter that runs them on a CPU."""
