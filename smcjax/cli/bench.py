@@ -282,7 +282,8 @@ def _models_named(result: CycleResult, draft: str, target: str) -> str:
 
 
 def _implementation(result: CycleResult) -> str:
-    return "plain XLA" if result.implementation == "xla" else "kernels where they apply"
+    said = {"xla": "plain XLA", "triton": "Triton kernels where they apply"}
+    return said.get(result.implementation, "kernels where they apply")
 
 
 def table(result: CycleResult, target: str, draft: str) -> str:

@@ -53,9 +53,9 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     parser.add_argument("--page-size", type=PAGE, default=16, help="tokens in a KV page (16)")
     parser.add_argument(
         "--implementation",
-        choices=("auto", "mosaic", "xla"),
+        choices=("auto", "mosaic", "triton", "xla"),
         default="auto",
-        help="xla: no GPU kernels; mosaic: all that apply (auto: the same on a Hopper GPU, none elsewhere)",
+        help="xla: no GPU kernels; mosaic, triton: those alone (auto: mosaic on a Hopper GPU, triton from Ampere on)",
     )
 
 
@@ -109,10 +109,10 @@ def shape_models(args: argparse.Namespace) -> Models:
 
     from smcjax.bench.models import Models
     from smcjax.engine.run.memory import require_devices
+    from smcjax.pallas.dispatch import check_runs_here
 
     require_devices()
-    if args.implementation == "mosaic" and jax.default_backend() != "gpu":
-        raise ValueError("--implementation mosaic needs a Hopper GPU and there is none; use auto or xla.")
+    check_runs_here("--implementation", args.implementation)
     target, draft = ON_GPU if jax.default_backend() == "gpu" else ON_CPU
     named = (args.target_shape or target, args.draft_shape or draft)
     if args.draft_tensor_parallel_size not in (None, 1, args.tensor_parallel_size):

@@ -132,10 +132,20 @@ def _installed(distribution: str) -> bool:
 
 
 def _kernels() -> Finding:
-    from smcjax.pallas import active_implementation
+    from smcjax.device import this_device
+    from smcjax.pallas.dispatch import MIN_TRITON_CAPABILITY, active_implementation, has_triton
 
-    lacking = "none, plain XLA: the kernels need a Hopper GPU with 132 multiprocessors"
-    return Finding("kernels", "Pallas" if active_implementation() == "mosaic" else lacking)
+    device = this_device()
+    of = f"capability {device.capability / 10}" if device.capability else device.platform
+    found = {"mosaic": "Pallas (Mosaic GPU)", "triton": "Triton"}.get(active_implementation())
+    if found:
+        return Finding("kernels", f"{found}, for {of}")
+    if device.capability >= MIN_TRITON_CAPABILITY and not has_triton():
+        return Finding(
+            "kernels", f"none, plain XLA, on {of}", ok=False, hint="add the extra `triton`: its kernels run here"
+        )
+    needs = f"Pallas needs a Hopper GPU with 132 multiprocessors, Triton capability {MIN_TRITON_CAPABILITY / 10}"
+    return Finding("kernels", f"none, plain XLA, on {of}: {needs}")
 
 
 def _donation() -> Finding:

@@ -130,7 +130,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (default: as they are)")
     add_parallel_options(group)
     group.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
-    group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
+    kernels = "xla: no GPU kernels; triton: those in Triton alone"
+    group.add_argument("--implementation", choices=("auto", "triton", "xla"), default="auto", help=kernels)
     group.add_argument("--page-size", type=whole(1, 128), metavar="B", help="tokens in a KV page (16; or 128, see LLM)")
 
 

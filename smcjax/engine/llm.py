@@ -59,6 +59,7 @@ from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
 from smcjax.normalize import names_unknown, short
+from smcjax.pallas.dispatch import check_runs_here
 from smcjax.quantization import check_quantization
 from smcjax.structured.automaton import Automata
 
@@ -97,7 +98,7 @@ class LLM:
         max_num_seqs: requests (not particles) in one batch.
         page_size: tokens in a KV page, 1 to 128; None: 16, or 128 where kernels read a sparse target in groups, which
             find compressed tokens by eight.
-        implementation: "auto" uses the GPU kernels where they apply, "xla" never.
+        implementation: "auto" uses the GPU kernels where they apply, "xla" never, "triton" those in Triton alone.
         num_pages: KV pages, the trash page included; None: enough for `max_num_seqs` requests if memory allows.
         gpu_memory_utilization: share of the GPU's memory that weights and KV may take.
         enable_prefix_caching: whether the KV of prompts' full pages stays, while memory allows, for later requests
@@ -140,7 +141,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         page_size: int | None = None,
-        implementation: Literal["auto", "xla"] = "auto",
+        implementation: Literal["auto", "triton", "xla"] = "auto",
         num_pages: int | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
         enable_prefix_caching: bool = True,
@@ -167,7 +168,7 @@ class LLM:
         check_quantization("draft_quantization", draft_quantization)
         check_range("max_num_seqs", max_num_seqs, 1, 4096)
         check_range("page_size", page_size, 1, 128, or_none=True)
-        check_choice("implementation", implementation, "auto", "xla")
+        check_choice("implementation", implementation, "auto", "triton", "xla")
         check_range("seed", seed, 0, MAX_SEED)
         check_range("max_model_len", max_model_len, 2, 1 << 20, or_none=True)
         check_range("num_pages", num_pages, 2, 1 << 30, or_none=True)
@@ -196,6 +197,7 @@ class LLM:
             implementation = share._implementation
 
         require_own_process()
+        check_runs_here("implementation", implementation)
         enable_compilation_cache()
         self._planned: Planned | None = None
         self._exact: Decoding | None = None  # of requests that `decoding` leaves to it
@@ -256,7 +258,7 @@ class LLM:
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
         self._turn = FairRLock()  # of the engine, which one thread may use at a time
         self._cancelled: deque[str] = deque()  # requests whose callers have left
-        self._implementation: Literal["auto", "xla"] = implementation
+        self._implementation: Literal["auto", "triton", "xla"] = implementation
         self._owns_models = share is None
         # What answers the rest has memory of its own, by its rows.
         rest = 0 if self._exact is None else self._exact.rows / (self._exact.rows + self.decoding.rows)

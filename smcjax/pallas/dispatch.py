@@ -82,6 +82,21 @@ def has_triton() -> bool:
     return all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
 
 
+def check_runs_here(argument: str, name: str) -> None:
+    """Raises ValueError where the kernels that `argument` names by `name` cannot run on JAX's default device."""
+    device = this_device()
+    lacks = None
+    if name == "mosaic" and not is_hopper(device):
+        lacks = f"a Hopper GPU with {HOPPER.multiprocessors} multiprocessors"
+    elif name == "triton" and device.capability < MIN_TRITON_CAPABILITY:
+        lacks = f"an NVIDIA GPU of compute capability {MIN_TRITON_CAPABILITY / 10} or more"
+    if lacks:
+        found = device.kind or device.platform
+        raise ValueError(f"{argument} {name} needs {lacks} and the default device is {found}; use auto or xla.")
+    if name == "triton" and not has_triton():
+        raise ValueError(f"{argument} triton needs jax-triton, which is not installed; add the extra `triton`.")
+
+
 def active_implementation() -> str:
     """Names what operations take now: "mosaic" or "triton" where such kernels come into question, else "xla".
 

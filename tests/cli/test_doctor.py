@@ -10,9 +10,12 @@ from pathlib import Path
 import jax
 import pytest
 
+from smcjax import device
 from smcjax.cli import doctor
 from smcjax.cli.doctor import Finding
+from smcjax.device import KNOWN, Device
 from smcjax.model import hub
+from smcjax.pallas import dispatch
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result
 
@@ -199,3 +202,24 @@ def test_the_memory_of_a_pair_is_said_before_it_is_loaded(smcjax: Command, pair:
     assert all("KV of a request of 64 tokens" in one["value"] and "; room for " in one["value"] for one in found)
     refused = smcjax("doctor", "--draft-model", pair.draft)
     assert (refused.code, refused.err.count("--draft-model is given and --model is not")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "installed", "value", "hint"),
+    [
+        ("NVIDIA H200", False, "Pallas (Mosaic GPU), for capability 9.0", ""),
+        ("NVIDIA L4", True, "Triton, for capability 8.9", ""),
+        ("NVIDIA L4", False, "none, plain XLA, on capability 8.9", "add the extra `triton`: its kernels run here"),
+        (None, True, "none, plain XLA, on cpu: Pallas needs a Hopper GPU", ""),
+    ],
+)
+def test_kernels_are_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, installed: bool, value: str, hint: str
+) -> None:
+    found = Device("cpu") if kind is None else KNOWN[kind]
+    for module in (device, dispatch):
+        monkeypatch.setattr(module, "this_device", lambda: found)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: installed)
+    finding = doctor._kernels()
+    assert finding.value.startswith(value)
+    assert (finding.hint, finding.ok) == (hint, not hint)

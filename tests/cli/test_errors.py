@@ -133,6 +133,8 @@ USAGE: list[tuple[list[str], str]] = [
     ([*BENCH, "--target-shape", "gpt-9"], "'gpt-9' is not one of llama-3.2-1b"),
     ([*BENCH, "-N", "0"], "--n-particles: must be"),
     ([*BENCH, "--implementation", "mosaic"], "--implementation mosaic needs a Hopper GPU"),
+    ([*BENCH, "--implementation", "triton"], "--implementation triton needs an NVIDIA GPU of compute capability 8.0"),
+    ([*GENERATE, "--implementation", "triton"], "implementation triton needs an NVIDIA GPU of compute capability 8.0"),
     (["bench", "decoders", "--plot", "/no/such/place/x.svg"], "--plot must lie in a directory"),
     (["bench", "decoders", "--plot", "x.txt"], "--plot must end in .svg"),
     (["bench", "decoders", "--seed", "-1"], "--seed: must be"),

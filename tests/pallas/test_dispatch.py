@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -98,3 +100,27 @@ def test_gpus_before_ampere_have_no_triton_kernels() -> None:
     with program_patches(dispatch, "this_device", lambda: old), implementations("triton"):
         assert dispatch.active_implementation() == "xla"
         assert int(triton_op()(jnp.ones(1)).sum()) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "installed", "said"),
+    [
+        ("mosaic", KNOWN["NVIDIA H100 PCIe"], True, "x mosaic needs a Hopper GPU with 132 multiprocessors and the def"),
+        ("triton", Device("gpu", "NVIDIA T4", "sm75"), True, "compute capability 8.0 or more and .* is NVIDIA T4; use"),
+        ("triton", Device("cpu"), True, "x triton needs an NVIDIA GPU of .* and the default device is cpu; use auto"),
+        ("triton", KNOWN["NVIDIA L4"], False, "x triton needs jax-triton, which is not installed; add the extra"),
+        ("triton", KNOWN["NVIDIA L4"], True, None),
+        ("mosaic", HOPPER, False, None),
+        ("auto", Device("cpu"), False, None),
+        ("xla", Device("cpu"), False, None),
+    ],
+)
+def test_kernels_that_cannot_run_here_are_refused_by_name(
+    name: str, device: Device, installed: bool, said: str | None
+) -> None:
+    with (
+        program_patches(dispatch, "this_device", lambda: device),
+        program_patches(dispatch, "has_triton", lambda: installed),
+        contextlib.nullcontext() if said is None else pytest.raises(ValueError, match=said),
+    ):
+        dispatch.check_runs_here("x", name)

@@ -321,7 +321,7 @@ def step_job(
         job = sharded.job(job)
     few = state.sequences.length.shape[0] < 8  # sequences
     with implementations(program.implementation):
-        by_kernels = active_implementation() == "mosaic"
+        by_kernels = active_implementation() != "xla"
     return job._replace(cublas=by_kernels and not few and jax.default_backend() == "gpu")
 
 

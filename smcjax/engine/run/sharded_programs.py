@@ -58,7 +58,7 @@ class ShardedPrograms:
 
         Otherwise all sums and gathers over devices are XLA's.
         """
-        if not self.by_peers or implementation == "xla" or not supports_peers(self.parallel.size):
+        if not self.by_peers or implementation not in ("auto", "mosaic") or not supports_peers(self.parallel.size):
             return False
         return _reach_each_other(tuple(self.parallel.mesh.devices.flat))
 
