@@ -31,6 +31,7 @@ from smcjax.engine.run.programs import Programs, enable_compilation_cache
 from smcjax.engine.run.runner import Runner
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.markdown import table
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def make_engine(models: Models, load: Load) -> Engine:
     return engine
 
 
-def build_engine(models: Models, load: Load) -> Engine:
+def build_engine(models: Models, load: Load, tokenizer: Tokenizer | None = None) -> Engine:
     """An engine on random weights with memory for `max_num_seqs` requests.
 
     Raises ValueError for pages that cut blocks and where the weights alone do not fit the device.
@@ -93,7 +94,7 @@ def build_engine(models: Models, load: Load) -> Engine:
     return Engine(
         runner,
         max_num_seqs=load.max_num_seqs,
-        tokenizer=None,
+        tokenizer=tokenizer,
         overlap=load.overlap,
     )
 
