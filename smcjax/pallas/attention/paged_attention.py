@@ -1,8 +1,9 @@
 """Attention over paged keys and values: the operation, and which kernel or reference computes it.
 
-Rows that share pages are read together where a plan says so (`plan_sharing`, `prefix_shared.py`), else one by one
-(`paged_attention_sm90.py`). Plain XLA goes block by block on a CPU, whose cost follows the real lengths, and densely on
-a GPU.
+On Hopper rows that share pages are read together where a plan says so (`plan_sharing`, `prefix_shared.py`), else one by
+one (`paged_attention_sm90.py`). Other GPUs have one Triton kernel for both, which Hopper has for windows and scales
+(`paged_attention_triton.py`). Plain XLA goes block by block on a CPU, whose cost follows the real lengths, and densely
+on a GPU.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smcjax.device import on_cpu
 from smcjax.pallas.attention.paged_attention_sm90 import paged_attention_mosaic, supports
-from smcjax.pallas.attention.prefix_plan import Sharing, find_sharing
+from smcjax.pallas.attention.paged_attention_triton import paged_attention_triton
+from smcjax.pallas.attention.paged_attention_triton import supports as triton_supports
+from smcjax.pallas.attention.prefix_plan import CommonPrefix, Sharing, find_common_prefix, find_sharing
 from smcjax.pallas.attention.prefix_plan_kernel import find_sharing_mosaic, supports_sharing
 from smcjax.pallas.attention.prefix_shared import padded, shared_attention_mosaic, supports_plan
 from smcjax.pallas.attention.prefix_shared import supports as shared_attention_supports
 from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.attention.shared_tuning import NARROW, chunk_of, tiles_of
 from smcjax.pallas.attention.xla_blockwise import blockwise_paged_attention
-from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton_beside_mosaic
+
+Plan = Sharing | CommonPrefix
 
 
 def paged_attention_xla(
@@ -33,7 +39,7 @@ def paged_attention_xla(
     positions: Int[Array, "R T"],
     lengths: Int[Array, " R"],
     *,
-    sharing: Sharing | None = None,
+    sharing: Plan | None = None,
     window: int | None = None,
     scale: float | None = None,
     first: int = 0,
@@ -59,19 +65,26 @@ def plan_sharing(
     window: int | None = None,
     scale: float | None = None,
     **shape: Any,
-) -> Sharing | None:
+) -> Plan | None:
     """Finds what the rows of each group, N = `rows` consecutive ones, share: for `paged_attention` of such a `shape`.
 
     `shape` are the keywords of `supports`, T = `columns` the most new tokens of a row. `lengths` is how many slots of
     each row hold KV when the plan is last used, 0 for a row that reads nothing; `num_immutable` how many of them every
     query sees.
     Returns None where the kernel that reads each row by itself does better, or none applies: all from static shapes.
-    More queries a row than that kernel takes are planned also where nothing can be shared, as of a prompt's chunk.
+    More queries a row than Mosaic's takes are planned also where nothing can be shared, as of a prompt's chunk. For
+    Triton's kernel the plan is each group's common prefix.
     """
-    usual = paged_attention.has_kernel() and is_usual(window, scale, shape["head_dim"])
-    usable = usual and shared_attention_supports(rows=rows, **shape)
     slots = block_table.shape[1] * shape["page_size"]
-    if not usable or (supports(**shape) and (rows == 1 or slots <= NARROW)):
+    by_row = rows == 1 or slots <= NARROW
+    usual = find_tasks.has_kernel() and is_usual(window, scale, shape["head_dim"])
+    if not (usual and shared_attention_supports(rows=rows, **shape)):
+        kernel = _kernel_of_rows(window, scale, 0, **shape)
+        by_row |= window is not None and window <= NARROW
+        if by_row or kernel is None or kernel.run is not paged_attention_triton:
+            return None
+        return find_common_prefix(block_table, lengths, num_immutable, rows=rows, page_size=shape["page_size"])
+    if supports(**shape) and by_row:
         return None
     queries = shape["columns"] * padded(shape["num_heads"] // shape["num_kv_heads"])
     return find_tasks(
@@ -88,21 +101,47 @@ def plan_sharing(
 
 def attends_by_kernels(*, window: int | None = None, scale: float | None = None, first: int = 0, **shape: Any) -> bool:
     """True where rows of such a `shape` (`supports`) are read by a kernel one by one."""
-    applies = supports(**shape) or (not first and shared_attention_supports(rows=1, **shape))
-    return paged_attention.has_kernel() and is_usual(window, scale, shape["head_dim"]) and applies
+    planned = find_tasks.has_kernel() and is_usual(window, scale, shape["head_dim"]) and not first
+    if planned and shared_attention_supports(rows=1, **shape):
+        return True
+    return _kernel_of_rows(window, scale, first, **shape) is not None
+
+
+def _kernel_of_rows(
+    window: int | None,
+    scale: float | None,
+    first: int,
+    *,
+    columns: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+) -> Kernel[..., jax.Array] | None:
+    """The kernel that reads rows of such a shape one by one now; None: plain XLA does."""
+    q = jax.ShapeDtypeStruct((1, columns, num_heads, head_dim), dtype)
+    pages = jax.ShapeDtypeStruct((1, page_size, num_kv_heads, head_dim), dtype)
+    whose = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1, columns), (1,)))
+    arrays: Any = (q, pages, pages, *whose)
+    return paged_attention.kernel_for(*arrays, window=window, scale=scale, first=first)
 
 
 def is_usual(window: int | None, scale: float | None, head_dim: int) -> bool:
-    """True for the attention that the kernels compute: to all earlier slots, scores over √D."""
+    """True for the attention that the Mosaic kernels compute: to all earlier slots, scores over √D."""
     return window is None and (scale is None or scale == 1 / math.sqrt(head_dim))
 
 
 def _shape_where_usual(
     q: jax.Array, key_pages: jax.Array, value_pages: jax.Array, window: int | None, scale: float | None
 ) -> dict[str, Any] | None:
-    """The keywords of `supports`, of attention that the kernels compute; None of any other."""
-    alike = q.dtype == key_pages.dtype == value_pages.dtype and key_pages.shape == value_pages.shape
-    if not (alike and is_usual(window, scale, q.shape[3])):
+    """The keywords of `supports`, of attention that the Mosaic kernels compute; None of any other."""
+    return _shape(q, key_pages, value_pages) if is_usual(window, scale, q.shape[3]) else None
+
+
+def _shape(q: jax.Array, key_pages: jax.Array, value_pages: jax.Array) -> dict[str, Any] | None:
+    """The keywords of `supports`; None where queries, keys and values differ."""
+    if not (q.dtype == key_pages.dtype == value_pages.dtype and key_pages.shape == value_pages.shape):
         return None
     return {
         "columns": q.shape[1],
@@ -132,16 +171,23 @@ def _supports_tasks(
     key_pages: jax.Array,
     value_pages: jax.Array,
     *_: Any,
-    sharing: Sharing | None = None,
+    sharing: Plan | None = None,
     window: int | None = None,
     scale: float | None = None,
     first: int = 0,
     **others: Any,
 ) -> bool:
     shape = _shape_where_usual(q, key_pages, value_pages, window, scale)
-    if first or shape is None or sharing is None or not shared_attention_supports(rows=sharing.rows, **shape):
+    if first or shape is None or not isinstance(sharing, Sharing):
+        return False
+    if not shared_attention_supports(rows=sharing.rows, **shape):
         return False
     return supports_plan(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2])
+
+
+def _supports_triton(q: jax.Array, key_pages: jax.Array, value_pages: jax.Array, *_: Any, **others: Any) -> bool:
+    shape = _shape(q, key_pages, value_pages)
+    return shape is not None and triton_supports(**shape)
 
 
 def _run_rows(
@@ -175,6 +221,7 @@ def _run_tasks(
 paged_attention = Op(paged_attention_xla)
 paged_attention.register(Kernel(runs_mosaic, _run_tasks, _supports_tasks))
 paged_attention.register(Kernel(runs_mosaic, _run_rows, _supports_rows))
+paged_attention.register(Kernel(runs_triton_beside_mosaic, paged_attention_triton, _supports_triton))
 
 find_tasks = Op(find_sharing)
 find_tasks.register(Kernel(runs_mosaic, find_sharing_mosaic, lambda *_, rows, **terms: supports_sharing(rows=rows)))

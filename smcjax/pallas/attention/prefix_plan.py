@@ -50,6 +50,42 @@ class Sharing:
     piece: int = dataclasses.field(metadata={"static": True})  # slots of a piece: `piece_of`
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CommonPrefix:
+    """The first slots that all live rows of a group name the same pages for, and that every query of them sees."""
+
+    slots: Int[Array, " G"]  # how many; whole pages
+    leaders: Int[Array, " G"]  # a row of each group, by its number in the batch, whose table names them
+    rows: int = dataclasses.field(metadata={"static": True})  # N
+
+
+def find_common_prefix(
+    block_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    num_immutable: Int[Array, " R"],
+    *,
+    rows: int,
+    page_size: int,
+) -> CommonPrefix:
+    """The common prefix of each group of N = `rows` consecutive rows; arguments are those of `find_sharing`.
+
+    What only some of the rows share, as branches of a family tree do, is not looked for.
+    """
+    table, live = block_table.reshape(-1, rows, block_table.shape[1]), lengths.reshape(-1, rows) > 0
+    leader = jnp.argmax(live, axis=1)  # the first one that is live
+    names = jnp.take_along_axis(table, leader[:, None, None], axis=1)
+    same = ((table == names) | ~live[..., None]).all(axis=1)  # [G, M]
+    pages = jnp.min(jnp.where(same, table.shape[2], np.arange(table.shape[2])), axis=1)
+    seen = jnp.minimum(num_immutable, lengths).reshape(-1, rows)
+    seen = jnp.min(jnp.where(live, seen, jnp.max(seen, axis=1, keepdims=True)), axis=1)
+    return CommonPrefix(
+        slots=(jnp.minimum(pages, seen // page_size) * page_size).astype(jnp.int32),
+        leaders=(leader + np.arange(table.shape[0]) * rows).astype(jnp.int32),
+        rows=rows,
+    )
+
+
 def piece_of(page_size: int, chunk: int) -> int:
     """Slots of a piece: of a page, but no more than are packed or chunks have."""
     return min(page_size, PACKED, chunk)

@@ -12,6 +12,7 @@ import importlib
 import multiprocessing
 import os
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -73,9 +74,32 @@ def _interpret(
     static: dict[str, Any],
 ) -> list[np.ndarray]:
     """Runs the kernel of a module in the worker's process; returns `results`, written."""
-    from triton.runtime.interpreter import GridExecutor
+    import triton.language as tl
+    from triton.runtime import interpreter
 
-    class Executor(GridExecutor):  # the base class copies PyTorch's tensors to the host and back
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # NumPy 2.4 makes no number of an array with an axis.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    builder = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def cast_rounding(self: Any, source: Any, to: Any) -> Any:  # bfloat16 is kept as uint16 and would be truncated
+        kinds = [str(one.scalar) for one in (source.dtype, to)]
+        if "bf16" not in kinds:
+            return cast(self, source, to)
+        numbers = source.data.view(jnp.bfloat16) if kinds[0] == "bf16" else source.data
+        found = numbers.astype(jnp.bfloat16 if kinds[1] == "bf16" else interpreter._get_np_dtype(to))
+        return interpreter.TensorHandle(found.view(interpreter._get_np_dtype(to)), to.scalar)
+
+    def dot_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        wide = [cast_rounding(self, one, tl.float32) if str(one.dtype.scalar) == "bf16" else one for one in (a, b)]
+        return dot(self, *wide, *others)
+
+    class Executor(interpreter.GridExecutor):  # the base class copies PyTorch's tensors to the host and back
         def _init_args_hst(self, args_dev: Any, kwargs: Any) -> Any:
             return args_dev, kwargs
 
@@ -84,5 +108,9 @@ def _interpret(
 
     module, name = where
     function = getattr(importlib.import_module(module), name)
-    Executor(function.rewrite(), function.arg_names, grid)(*map(Buffer, [*inputs, *results]), **static)
+    with (
+        mock.patch.object(interpreter, "_patch_lang_tensor", patched),
+        mock.patch.multiple(builder, cast_impl=cast_rounding, create_dot=dot_of_numbers),
+    ):
+        Executor(function.rewrite(), function.arg_names, grid)(*map(Buffer, [*inputs, *results]), **static)
     return results
