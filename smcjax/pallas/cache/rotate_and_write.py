@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
+from smcjax.pallas.cache import rotate_and_write_triton as by_triton
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton
 from smcjax.pallas.layer.norm import PendingNorm, inverse_rms, rms_norm, row_layout, supports_norm
 from smcjax.pallas.mosaic.compat import fa, pl, plgpu
 from smcjax.pallas.mosaic.fuse_launches import Part, Place, launch
@@ -375,5 +376,19 @@ def rotate_and_write_mosaic(
     return _rotate_and_write(task, pools, eps=eps, interpret=interpret)
 
 
+def _supports_triton(*given: Any, **named: Any) -> bool:
+    return by_triton.supports(Write(*given, **named))
+
+
+def rotate_and_write_triton(*given: Any, interpret: bool = False, **named: Any) -> Written:
+    """Computes `rotate_and_write` by the Triton kernel; copies beside more columns than it looks at before it."""
+    write = Write(*given, **named)
+    if write.copies is not None and write.pages.shape[1] > MAX_COLUMNS:
+        keys, values = (copy_pages(pool, write.copies) for pool in (write.key_pages, write.value_pages))
+        write = write._replace(key_pages=keys, value_pages=values, copies=None)
+    return by_triton.rotate_and_write_triton(write, interpret=interpret)
+
+
 rotate_and_write = Op(rotate_and_write_reference)
 rotate_and_write.register(Kernel(runs_mosaic, rotate_and_write_mosaic, _supports))
+rotate_and_write.register(Kernel(runs_triton, rotate_and_write_triton, _supports_triton))
