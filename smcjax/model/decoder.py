@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from smcjax.matmul import Dense, matrix
+from smcjax.matmul import Dense, Quantized, matrix
 from smcjax.model.attention import Projection
 from smcjax.model.config import ModelConfig, Rope
 from smcjax.model.params import Folded, Params, PreNorm
@@ -36,6 +36,7 @@ from smcjax.pallas import (
     implementations,
     rms_norm,
     skinny_gemm,
+    skinny_gemm_eight_bits,
     skinny_gemm_swiglu,
     swiglu,
 )
@@ -83,6 +84,8 @@ def product(
     of = matrix(weight)
     if isinstance(of, Dense):
         return skinny_gemm(x, of.values, add_to=add_to, out=out)
+    if isinstance(of, Quantized):
+        return skinny_gemm_eight_bits(x, of, add_to=add_to, out=out)
     return of(x, add_to=add_to, out=out)
 
 

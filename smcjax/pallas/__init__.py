@@ -23,7 +23,7 @@ from smcjax.pallas.cache.rotate_and_write import (
 from smcjax.pallas.collectives.peer_memory import PeerMemory, Workspaces, reach_each_other, supports_peers
 from smcjax.pallas.dispatch import active_implementation, implementations
 from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm, rms_norm
-from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_swiglu
+from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_eight_bits, skinny_gemm_swiglu
 from smcjax.pallas.layer.swiglu import swiglu
 from smcjax.pallas.sparse.gated_merge import gated_merge_mosaic
 from smcjax.pallas.sparse.grouped_attention import grouped_attention
@@ -58,6 +58,7 @@ __all__ = [
     "rotate_and_write",
     "shared_attention_mosaic",
     "skinny_gemm",
+    "skinny_gemm_eight_bits",
     "skinny_gemm_swiglu",
     "split_and_rotate",
     "split_heads",

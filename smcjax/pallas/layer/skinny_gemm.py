@@ -1,4 +1,4 @@
-"""x · Wᵀ of up to 32 rows, one launch that streams W once: Mosaic GPU (Hopper).
+"""x · Wᵀ of few rows, one launch that streams W once: Mosaic GPU (Hopper); Triton's kernels: `skinny_gemm_triton.py`.
 
     y = x · Wᵀ                                  + add_to, where that is given
     h = silu(x · gateᵀ / rms(x)) · (x · upᵀ / rms(x))          W = [gate; up], a norm that is pending
@@ -30,8 +30,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from smcjax.matmul import Dense
-from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
+from smcjax.matmul import Dense, Quantized
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton, runs_triton_beside_mosaic
+from smcjax.pallas.layer import skinny_gemm_triton as triton
 from smcjax.pallas.layer.norm import PendingNorm
 from smcjax.pallas.layer.skinny_gemm_tuning import (
     DEPTH,
@@ -70,6 +71,17 @@ def swiglu_product_reference(
 ) -> Float[Array, "*shape F"]:
     """silu(gate) · up of x / rms(x), gate above up in W."""
     return swiglu_reference(product_reference(x, w), PendingNorm(x, eps))
+
+
+def eight_bits_reference(
+    x: Float[Array, "*shape I"],
+    matrix: Quantized,
+    *,
+    add_to: Float[Array, "*shape O"] | None = None,
+    out: Any = None,
+) -> Float[Array, "*shape O"]:
+    """x · Wᵀ, as `product_reference` has it, of a matrix in eight bits a number."""
+    return matrix(x, add_to=add_to, out=out)
 
 
 # ------------------------------------------------------------------------------------------------------------- kernel
@@ -391,5 +403,9 @@ def _run(
 
 skinny_gemm = Op(product_reference)
 skinny_gemm.register(Kernel(runs_mosaic, product_mosaic, supports_product))
+skinny_gemm.register(Kernel(runs_triton, triton.product_triton, triton.supports_product))
 skinny_gemm_swiglu = Op(swiglu_product_reference)
 skinny_gemm_swiglu.register(Kernel(runs_mosaic, swiglu_product_mosaic, supports_swiglu_product))
+skinny_gemm_swiglu.register(Kernel(runs_triton, triton.swiglu_product_triton, triton.supports_swiglu))
+skinny_gemm_eight_bits = Op(eight_bits_reference)
+skinny_gemm_eight_bits.register(Kernel(runs_triton_beside_mosaic, triton.eight_bits_triton, triton.supports_eight_bits))

@@ -1,0 +1,268 @@
+"""x · Wᵀ of up to 288 rows by Triton kernels: wrappers, and how blocks divide the work.
+
+W is bfloat16 or float32 as x is, int8 beside bfloat16, or float8 with x rounded to float8 as well. W's bytes bound the
+time, so a tuning is a way to ask for them early and evenly: `Tuning`, from `TUNED` where it was measured, else by rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from smcjax.device import HOPPER, SHARED_MEMORY, this_device
+from smcjax.matmul import Quantized
+from smcjax.pallas.triton import launch as triton
+
+MAX_ROWS = 288  # of x
+MAX_TILE_ROWS = 144  # of x that a block multiplies
+MAX_SWIGLU_ROWS = 80  # of x with SwiGLU: more do not fit in registers
+MIN_TILE = 16  # of tensor cores, along any axis
+MIN_COLUMNS = 128  # of W
+FLOAT8_CAPABILITY = 89  # that multiplies eight bits by eight bits
+# The rule for what was not measured.
+IN_FLIGHT = 64 << 10  # bytes of W that the blocks of one multiprocessor ask for ahead
+TILE_BYTES = 16 << 10  # of W a step
+STAGES = 6  # at most
+RESERVED = 2 << 10  # bytes of a block's shared memory that the compiler takes for itself
+MOST_BESIDE_128 = 96  # rows of x that 128 rows of W are multiplied by: sums are kept in registers
+SUMMED_AT_ONCE = 1024  # results of a block that adds up shares
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Static choices of the kernel.
+
+    Attributes:
+        outputs: rows of W a block.
+        columns: of W a step.
+        shares: blocks among which the columns of a row are divided.
+        warps: a block.
+        stages: steps that are fetched ahead, the one that is multiplied included.
+    """
+
+    outputs: int
+    columns: int
+    shares: int
+    warps: int
+    stages: int
+
+
+# (rows up to, outputs, columns, dtype of W) by capability: what was fastest where it was measured.
+TUNED: dict[int, dict[tuple[int, int, int, str], Tuning]] = {}
+
+
+def tile_rows(rows: int) -> tuple[int, int]:
+    """Rows of x a block, as a power of two and 0 or another one, of which the fewest are none of x's."""
+    tiles = -(-rows // MAX_TILE_ROWS)
+    share = -(-rows // tiles)
+    powers = (16, 32, 64, 128)
+    ways = [(one, more) for one in powers for more in (0, *powers) if more < one and one + more >= share]
+    return min(ways, key=lambda way: (sum(way), way[1]))
+
+
+def shared_memory(tuning: Tuning, rows: int, w: Any, x: Any, parts: int = 1) -> int:
+    """Bytes a block of what is fetched ahead."""
+    per_column = parts * tuning.outputs * jnp.dtype(w).itemsize + sum(tile_rows(rows)) * jnp.dtype(x).itemsize
+    return tuning.stages * tuning.columns * per_column
+
+
+def tuning_for(rows: int, outputs: int, columns: int, w: Any, x: Any, parts: int = 1) -> Tuning:
+    """The tuning for x [rows, columns] of dtype `x` and W [parts · outputs, columns] of dtype `w` on this GPU.
+
+    By rule, tiles of W are 64 rows, or 128 of matrices that have them for all multiprocessors; few rows of x take
+    fewer, down to 16, until all multiprocessors have a tile. Where many rows of x make such tiles dear, as every block
+    reads x, columns are divided among blocks in place of rows. The blocks of a multiprocessor have `IN_FLIGHT` bytes
+    of W on their way, as far as a block's shared memory goes.
+    """
+    capability, name = triton.target_capability(), jnp.dtype(w).name
+    for (most, *sizes, of), tuning in TUNED.get(capability, {}).items():
+        if rows <= most and [parts * outputs, columns, name] == [*sizes, of]:
+            return tuning
+    return _by_rule(rows, outputs, columns, w, x, parts, capability)
+
+
+def _by_rule(rows: int, outputs: int, columns: int, w: Any, x: Any, parts: int, capability: int) -> Tuning:
+    multiprocessors = this_device().multiprocessors or HOPPER.multiprocessors
+    size, sum_rows = jnp.dtype(w).itemsize, sum(tile_rows(rows))
+    row_tiles = -(-rows // sum_rows)
+
+    def blocks(height: int) -> int:
+        return row_tiles * -(-outputs // height)
+
+    tallest = (128 if blocks(128) >= multiprocessors and sum_rows <= MOST_BESIDE_128 else 64) // parts
+    lowest = 64 // parts if sum_rows > 32 else MIN_TILE
+    if size == 4:  # products without tensor cores, in registers
+        tallest = lowest = MIN_TILE
+    height = max(lowest, tallest)
+    while height > lowest and blocks(height) < multiprocessors * 7 // 8:
+        height //= 2
+    wide = max(MIN_TILE, min(512, TILE_BYTES // (parts * height)) // size)
+    wide = min(wide, 128 // size) if size == 4 or sum_rows > 32 else wide
+    steps = -(-columns // wide)
+    shares = 1
+    if parts == 1 and blocks(height) < multiprocessors * 7 // 8:
+        shares = max(1, min(-(-multiprocessors // blocks(height)), steps // 4, 8))
+    per_multiprocessor = max(1, min(4, -(-blocks(height) * shares // multiprocessors)))
+    ahead = -(-IN_FLIGHT // per_multiprocessor // (parts * height * wide * size))
+    tuning = Tuning(height, wide, shares, 8 if parts * height * sum_rows > 64 * 80 else 4, 1)
+    a_stage = shared_memory(tuning, rows, w, x, parts)
+    stages = min(max(3, ahead + 1), STAGES, max(1, (SHARED_MEMORY[f"sm{capability}"] - RESERVED) // a_stage))
+    return dataclasses.replace(tuning, stages=stages)
+
+
+def _supports_sizes(x: jax.Array, outputs: int) -> bool:
+    rows, columns = x.size // max(1, x.shape[-1]), x.shape[-1]
+    aligned = columns % MIN_TILE == 0 and columns >= MIN_COLUMNS and outputs >= MIN_TILE
+    return aligned and 0 < rows <= MAX_ROWS and f"sm{triton.target_capability()}" in SHARED_MEMORY
+
+
+def _supports_result(x: jax.Array, add_to: jax.Array | None, out: Any) -> bool:
+    result = jnp.dtype(x.dtype if out is None else out)
+    return result in (jnp.bfloat16, jnp.float32) and (add_to is None or add_to.dtype == result)
+
+
+def supports_product(x: jax.Array, w: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
+    """True for products that the kernel computes: bfloat16 or float32, up to `MAX_ROWS` of x."""
+    fits = x.dtype in (jnp.bfloat16, jnp.float32) and w.dtype == x.dtype and w.ndim == 2
+    return fits and _supports_sizes(x, w.shape[0]) and _supports_result(x, add_to, out)
+
+
+def supports_swiglu(x: jax.Array, w: jax.Array, eps: float) -> bool:
+    """True for products with SwiGLU that the kernel computes: bfloat16 or float32, up to `MAX_SWIGLU_ROWS` of x."""
+    few = x.size <= MAX_SWIGLU_ROWS * x.shape[-1]
+    return few and supports_product(x, w) and w.shape[0] % 2 == 0 and _supports_sizes(x, w.shape[0] // 2)
+
+
+def supports_eight_bits(x: jax.Array, matrix: Quantized, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
+    """True for products that the kernel computes: bfloat16, up to `MAX_ROWS` of x, float8 where the GPU has it."""
+    fits = x.dtype == jnp.bfloat16 and matrix.values.ndim == 2
+    multiplies = not matrix.kind.rounds_activations or triton.target_capability() >= FLOAT8_CAPABILITY
+    return fits and multiplies and _supports_sizes(x, matrix.shape[0]) and _supports_result(x, add_to, out)
+
+
+def product_triton(
+    x: Float[Array, "*shape I"],
+    w: Float[Array, "O I"],
+    *,
+    add_to: Float[Array, "*shape O"] | None = None,
+    out: Any = None,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*shape O"]:
+    """Computes `skinny_gemm` by the kernel, rounding once, `add_to` included."""
+    return _product(x, w, None, None, add_to, x.dtype if out is None else out, tuning, interpret)
+
+
+def eight_bits_triton(
+    x: Float[Array, "*shape I"],
+    matrix: Quantized,
+    *,
+    add_to: Float[Array, "*shape O"] | None = None,
+    out: Any = None,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*shape O"]:
+    """Computes `skinny_gemm_eight_bits` by the kernel, rounding once behind the sum, `add_to` included."""
+    result = x.dtype if out is None else out
+    rounded, of_x = matrix.kind.round(x) if matrix.kind.rounds_activations else (x, None)
+    return _product(
+        matrix.kind.ordered(rounded), matrix.values, of_x, matrix.scale, add_to, result, tuning, interpret
+    )  # fmt: skip
+
+
+def _product(
+    x: jax.Array,
+    w: jax.Array,
+    of_x: jax.Array | None,
+    of_w: jax.Array | None,
+    add_to: jax.Array | None,
+    result: Any,
+    tuning: Tuning | None,
+    interpret: bool,
+) -> jax.Array:
+    from smcjax.pallas.layer.skinny_gemm_triton_kernel import skinny_product, sum_of_shares
+
+    *shape, columns = x.shape
+    rows, outputs = x.size // columns, w.shape[0]
+    tuning = tuning or tuning_for(rows, outputs, columns, w.dtype, x.dtype)
+    one, more = tile_rows(rows)
+    flat = x.reshape(rows, columns)
+    # What is not there is not read: any array stands for it.
+    others = [flat if array is None else array.reshape(-1) for array in (of_x, of_w, add_to)]
+    flags: dict[str, Any] = {"SCALES_X": of_x is not None, "SCALES_W": of_w is not None, "ADDS": add_to is not None}
+    y = jax.ShapeDtypeStruct((rows, outputs), jnp.dtype(result))
+    shares = jax.ShapeDtypeStruct((tuning.shares, rows, outputs), jnp.float32)
+    found = triton.launch(
+        skinny_product,
+        *(flat, w, *others),
+        out=y if tuning.shares == 1 else shares,
+        grid=(-(-rows // (one + more)), -(-outputs // tuning.outputs), tuning.shares),
+        warps=tuning.warps,
+        stages=tuning.stages,
+        interpret=interpret,
+        ROWS=rows,
+        OUTPUTS=outputs,
+        COLUMNS=columns,
+        TILE_ROWS=one,
+        MORE_ROWS=more,
+        TILE_OUTPUTS=tuning.outputs,
+        TILE_COLUMNS=tuning.columns,
+        SHARES=tuning.shares,
+        SUMMED_INSIDE=None,
+        **flags,
+    )
+    if tuning.shares > 1:
+        found = triton.launch(
+            sum_of_shares,
+            *(found, *others),
+            out=y,
+            grid=(-(-outputs // SUMMED_AT_ONCE), rows),
+            warps=4,
+            stages=1,
+            interpret=interpret,
+            ROWS=rows,
+            OUTPUTS=outputs,
+            SHARES=tuning.shares,
+            TILE_OUTPUTS=SUMMED_AT_ONCE,
+            **flags,
+        )
+    return found.reshape(*shape, outputs)
+
+
+def swiglu_product_triton(
+    x: Float[Array, "*shape I"],
+    w: Float[Array, "FF I"],
+    eps: float,
+    *,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*shape F"]:
+    """Computes `skinny_gemm_swiglu` by the kernel, rounding once."""
+    from smcjax.pallas.layer.skinny_gemm_triton_kernel import skinny_product_swiglu
+
+    *shape, columns = x.shape
+    rows, outputs = x.size // columns, w.shape[0] // 2
+    tuning = tuning or tuning_for(rows, outputs, columns, w.dtype, x.dtype, parts=2)
+    one, more = tile_rows(rows)
+    found = triton.launch(
+        skinny_product_swiglu,
+        *(x.reshape(rows, columns), w),
+        out=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
+        grid=(-(-rows // (one + more)), -(-outputs // tuning.outputs)),
+        warps=tuning.warps,
+        stages=tuning.stages,
+        interpret=interpret,
+        ROWS=rows,
+        OUTPUTS=outputs,
+        COLUMNS=columns,
+        EPS=eps,
+        TILE_ROWS=one,
+        MORE_ROWS=more,
+        TILE_OUTPUTS=tuning.outputs,
+        TILE_COLUMNS=tuning.columns,
+    )
+    return found.reshape(*shape, outputs)

@@ -1,0 +1,214 @@
+"""x · Wᵀ of few rows of x, W [outputs, columns] read once: Triton.
+
+    y[m, n] = Σₖ x[m, k] · W[n, k]   · of_x[m] · of_w[n]   + add_to[m, n]
+
+A block has TILE_OUTPUTS rows of W and passes over their columns, or over its share of them. W is on the long side of
+the tensor cores and x on the short one, as tokens are few: sums are [outputs, rows] and are stored transposed.
+
+A matrix of too few rows to keep a GPU busy is divided along its columns as well. Blocks then leave their sums in
+float32, [shares, rows, outputs], and `sum_of_shares` adds them up, in the order of the shares whatever block was first.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile_of_x(x, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """x[row, column]ᵀ, zeros where there is no such row or column."""
+    is_there = (row < ROWS)[None, :]
+    if COLUMNS % TILE_COLUMNS:
+        is_there = is_there & (column < COLUMNS)[:, None]
+    return tl.load(x + row[None, :] * COLUMNS + column[:, None], mask=is_there, other=0.0)
+
+
+@triton.jit
+def _tile_of_w(rows_of_w, column, COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """W[row, column] by pointers to its rows, zeros where there is no such column; no other block reads it again."""
+    if COLUMNS % TILE_COLUMNS:
+        is_there = (column < COLUMNS)[None, :]
+        return tl.load(rows_of_w[:, None] + column[None, :], mask=is_there, other=0.0, eviction_policy="evict_first")
+    return tl.load(rows_of_w[:, None] + column[None, :], eviction_policy="evict_first")
+
+
+@triton.jit
+def _rows_of_w(w, output, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILE_OUTPUTS: tl.constexpr):
+    """Pointers to rows of W; behind the last row they point to the last one again, whose sums are not stored twice."""
+    if OUTPUTS % TILE_OUTPUTS:
+        output = tl.minimum(output, OUTPUTS - 1)
+    return w + output.to(tl.int64) * COLUMNS
+
+
+@triton.jit
+def _finished(
+    sums, of_x, of_w, add_to, row, output, is_there, OUTPUTS: tl.constexpr, SCALES_X: tl.constexpr,
+    SCALES_W: tl.constexpr, ADDS: tl.constexpr
+):  # fmt: skip
+    """Sums with their scales, plus what they are added to; `row` and `output` are indices that broadcast to them."""
+    if SCALES_X:
+        sums *= tl.load(of_x + row, mask=is_there, other=0.0)
+    if SCALES_W:
+        sums *= tl.load(of_w + output, mask=is_there, other=0.0)
+    if ADDS:
+        sums += tl.load(add_to + row * OUTPUTS + output, mask=is_there, other=0.0).to(tl.float32)
+    return sums
+
+
+@triton.jit
+def _store(
+    y, sums, of_x, of_w, add_to, row, output, share, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SHARES: tl.constexpr,
+    SCALES_X: tl.constexpr, SCALES_W: tl.constexpr, ADDS: tl.constexpr
+):  # fmt: skip
+    """Stores sums [outputs, rows]: results where the block has all columns, else its share of them as it is."""
+    row, output = row[None, :], output[:, None]
+    is_there = (row < ROWS) & (output < OUTPUTS)
+    if SHARES == 1:
+        sums = _finished(sums, of_x, of_w, add_to, row, output, is_there, OUTPUTS, SCALES_X, SCALES_W, ADDS)
+        tl.store(y + row * OUTPUTS + output, sums.to(y.dtype.element_ty), mask=is_there)
+    else:
+        tl.store(y + (share * ROWS + row) * OUTPUTS + output, sums, mask=is_there)
+
+
+@triton.jit
+def skinny_product(
+    x,  # [ROWS, COLUMNS]
+    w,  # [OUTPUTS, COLUMNS], of x's dtype or int8
+    of_x,  # [ROWS] f32, read if SCALES_X
+    of_w,  # [OUTPUTS] f32, read if SCALES_W
+    add_to,  # [ROWS, OUTPUTS], read if ADDS
+    y,  # [ROWS, OUTPUTS], or f32 [SHARES, ROWS, OUTPUTS]
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,  # of x: a power of two
+    MORE_ROWS: tl.constexpr,  # of x, which follow: 0 or a power of two
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    SHARES: tl.constexpr,
+    SCALES_X: tl.constexpr,
+    SCALES_W: tl.constexpr,
+    ADDS: tl.constexpr,
+    SUMMED_INSIDE: tl.constexpr,  # products of float8 that tensor cores sum in fewer bits than float32; None: all
+):
+    # Blocks of the same rows of W follow each other, so that the second finds them in the L2.
+    share = tl.program_id(2)
+    output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    first_row = tl.program_id(0) * (TILE_ROWS + MORE_ROWS)
+    row = first_row + tl.arange(0, TILE_ROWS)
+    rows_of_w = _rows_of_w(w, output, OUTPUTS, COLUMNS, TILE_OUTPUTS)
+    # 72 rows are 64 and 16: one tile of them would be 128, of which the tensor cores would multiply 56 for nothing.
+    sums = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    if MORE_ROWS:
+        more_row = first_row + TILE_ROWS + tl.arange(0, MORE_ROWS)
+        more_sums = tl.zeros((TILE_OUTPUTS, MORE_ROWS), tl.float32)
+
+    # The block's steps along the columns. The compiler fetches those to come while the tensor cores multiply.
+    steps: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
+    for step in range(share * steps // SHARES, (share + 1) * steps // SHARES):
+        column = step * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        tile = _tile_of_w(rows_of_w, column, COLUMNS, TILE_COLUMNS)
+        of_rows = _tile_of_x(x, row, column, ROWS, COLUMNS, TILE_COLUMNS)
+        if MORE_ROWS:
+            of_more = _tile_of_x(x, more_row, column, ROWS, COLUMNS, TILE_COLUMNS)
+        tile = tile.to(x.dtype.element_ty)  # whole numbers of eight bits, which bfloat16 has all
+        sums = tl.dot(tile, of_rows, sums, input_precision="ieee", max_num_imprecise_acc=SUMMED_INSIDE)
+        if MORE_ROWS:
+            more_sums = tl.dot(tile, of_more, more_sums, input_precision="ieee", max_num_imprecise_acc=SUMMED_INSIDE)
+
+    _store(y, sums, of_x, of_w, add_to, row, output, share, ROWS, OUTPUTS, SHARES, SCALES_X, SCALES_W, ADDS)
+    if MORE_ROWS:
+        _store(
+            y, more_sums, of_x, of_w, add_to, more_row, output, share, ROWS, OUTPUTS, SHARES, SCALES_X, SCALES_W, ADDS
+        )  # fmt: skip
+
+
+@triton.jit
+def sum_of_shares(
+    shares,  # [SHARES, ROWS, OUTPUTS] f32
+    of_x,  # the others as `skinny_product` has them
+    of_w,
+    add_to,
+    y,  # [ROWS, OUTPUTS]
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SHARES: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    SCALES_X: tl.constexpr,
+    SCALES_W: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    # One row of x and TILE_OUTPUTS of its results a block.
+    row = tl.program_id(1) + tl.zeros((TILE_OUTPUTS,), tl.int32)
+    output = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    is_there = output < OUTPUTS
+    sums = tl.zeros((TILE_OUTPUTS,), tl.float32)
+    for share in tl.static_range(SHARES):
+        sums += tl.load(shares + (share * ROWS + row) * OUTPUTS + output, mask=is_there, other=0.0)
+    sums = _finished(sums, of_x, of_w, add_to, row, output, is_there, OUTPUTS, SCALES_X, SCALES_W, ADDS)
+    tl.store(y + row * OUTPUTS + output, sums.to(y.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _silu_times(gate, up, squares, COLUMNS: tl.constexpr, EPS: tl.constexpr):
+    """silu(gate) · up, both divided by the root mean square of their rows of x, by sums of squares [rows]."""
+    scale = tl.rsqrt(squares / COLUMNS + EPS)[None, :]
+    gate, up = gate * scale, up * scale
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def skinny_product_swiglu(
+    x,  # [ROWS, COLUMNS]
+    w,  # [2 · OUTPUTS, COLUMNS]: gate above up
+    y,  # [ROWS, OUTPUTS]
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,  # as `skinny_product` has them
+    MORE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    # A block has as many rows of gate as of up, which are multiplied by the same tiles of x.
+    output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    first_row = tl.program_id(0) * (TILE_ROWS + MORE_ROWS)
+    row = first_row + tl.arange(0, TILE_ROWS)
+    rows_of_gate = _rows_of_w(w, output, OUTPUTS, COLUMNS, TILE_OUTPUTS)
+    rows_of_up = rows_of_gate + OUTPUTS * COLUMNS
+    gate = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    up = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    squares = tl.zeros((TILE_ROWS,), tl.float32)
+    if MORE_ROWS:
+        more_row = first_row + TILE_ROWS + tl.arange(0, MORE_ROWS)
+        more_gate = tl.zeros((TILE_OUTPUTS, MORE_ROWS), tl.float32)
+        more_up = tl.zeros((TILE_OUTPUTS, MORE_ROWS), tl.float32)
+        more_squares = tl.zeros((MORE_ROWS,), tl.float32)
+
+    for step in range((COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS):
+        column = step * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        tile_of_gate = _tile_of_w(rows_of_gate, column, COLUMNS, TILE_COLUMNS)
+        tile_of_up = _tile_of_w(rows_of_up, column, COLUMNS, TILE_COLUMNS)
+        of_rows = _tile_of_x(x, row, column, ROWS, COLUMNS, TILE_COLUMNS)
+        if MORE_ROWS:
+            of_more = _tile_of_x(x, more_row, column, ROWS, COLUMNS, TILE_COLUMNS)
+        gate = tl.dot(tile_of_gate, of_rows, gate, input_precision="ieee")
+        up = tl.dot(tile_of_up, of_rows, up, input_precision="ieee")
+        if MORE_ROWS:
+            more_gate = tl.dot(tile_of_gate, of_more, more_gate, input_precision="ieee")
+            more_up = tl.dot(tile_of_up, of_more, more_up, input_precision="ieee")
+        # The norm that is pending: mean squares of the rows of x, which pass here anyway.
+        wide = of_rows.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=0)
+        if MORE_ROWS:
+            more_wide = of_more.to(tl.float32)
+            more_squares += tl.sum(more_wide * more_wide, axis=0)
+
+    result = _silu_times(gate, up, squares, COLUMNS, EPS)
+    _store(y, result, x, x, x, row, output, 0, ROWS, OUTPUTS, 1, False, False, False)
+    if MORE_ROWS:
+        more_result = _silu_times(more_gate, more_up, more_squares, COLUMNS, EPS)
+        _store(y, more_result, x, x, x, more_row, output, 0, ROWS, OUTPUTS, 1, False, False, False)
