@@ -58,7 +58,7 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
     drawn, cache = next_token(config, params.target, state.memory.target, view, one, 0, distribution, plan)
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache))
     state = _append(state, drawn)
-    state = dataclasses.replace(state, cycle=state.cycle + ran)
+    state = dataclasses.replace(state, cycle=state.cycle + ran.astype(jnp.int32))
     length = state.sequences.length[:, None]
     info = Info(ran=ran, done=~state.running, tokens=drawn.token[:, None, None], length=length)
     if "logprobs" in program.features:

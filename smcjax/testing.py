@@ -105,7 +105,7 @@ def _check_acceptance(rule: Acceptance, rng: np.random.Generator) -> None:
 
 
 def _doubled(block: NewBlock, accepted: Any) -> NewBlock:
-    drawn = jnp.arange(block.tokens.shape[1]) == accepted[:, None]
+    drawn = jnp.arange(block.tokens.shape[1])[None] == accepted[:, None]
     return dataclasses.replace(block, increments=block.increments + jnp.where(drawn, jnp.log(2.0), 0.0))
 
 
@@ -142,7 +142,7 @@ class _Tables:
         accepts = rule.probability(at(target[:, : self.gamma], tokens), at(draft, tokens))
         drawn = np.array([self._probability("q", tuple(d)) for d in drafts.tolist()])
         total = dict.fromkeys(itertools.product(range(self.size), repeat=self.gamma + 1), 0.0)
-        place = jnp.arange(self.gamma)
+        place = jnp.arange(self.gamma)[None]
         for run in range(self.gamma + 1):
             uniforms = jnp.where(place < run, accepts / 2, (1 + accepts) / 2)
             fate = jnp.where(place < run, accepts, jnp.where(place == run, 1 - accepts, 1.0)).prod(axis=1)

@@ -48,7 +48,7 @@ def own_pages(state: Any, first: int) -> Any:
     """
     sequences, memory = state.sequences, state.memory
     table = sequences.block_table
-    replaced = (jnp.arange(table.shape[1]) >= first) & (table != TRASH)
+    replaced = (jnp.arange(table.shape[1]) >= first)[None] & (table != TRASH)
     pool = release(memory.pool, jnp.where(replaced, table, TRASH))
     pool, fresh = allocate(pool, replaced)
     sequences = dataclasses.replace(sequences, block_table=jnp.where(replaced, fresh, table))

@@ -73,7 +73,8 @@ class RowAdjustments(RowFeature):
         logits = logits + self.bias
         punished = jnp.where(logits > 0, logits / repetition, logits * repetition)
         logits = jnp.where(self.in_prompt | (self.counts > 0), punished, logits)
-        return logits - frequency * self.counts - presence * (self.counts > 0)
+        counts, present = self.counts.astype(jnp.float32), (self.counts > 0).astype(jnp.float32)
+        return logits - frequency * counts - presence * present
 
 
 def row_adjustments(groups: Groups, rows: int) -> RowAdjustments | None:
@@ -85,7 +86,7 @@ def row_adjustments(groups: Groups, rows: int) -> RowAdjustments | None:
     size, vocabulary = requests.stops.shape
     each = groups.sequences.length.shape[0] // size
     tokens, length = groups.sequences.tokens[::each], groups.sequences.length[::each]
-    group, place = jnp.arange(size)[:, None], jnp.arange(tokens.shape[1])
+    group, place = jnp.arange(size)[:, None], jnp.arange(tokens.shape[1])[None]
     of_prompt = place < requests.prompt_length[:, None]
     of_answer = ~of_prompt & (place < length[:, None])
     nothing = jnp.zeros((size, vocabulary), jnp.int32)

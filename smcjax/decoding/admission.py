@@ -68,7 +68,7 @@ def admit(
         )
     empty = Sequences.create(groups * rows, max_tokens=program.max_tokens, max_pages=program.max_pages)
     length = jnp.where(present, requests.prompt_length, 0)
-    first_token = jnp.arange(program.max_pages) * program.page_size
+    first_token = jnp.arange(program.max_pages)[None] * program.page_size
     if prefix is None:
         prefix = jnp.full((groups, program.max_pages), TRASH, jnp.int32)
     pool, fresh = allocate(pool, (first_token < length[:, None]) & (prefix == TRASH))

@@ -82,7 +82,7 @@ class RowConstraint(RowFeature):
         tables, row = self.tables, jnp.maximum(self.automaton, 0)
         state = jnp.maximum(self.state, 0)
         cells = (state * tables.width[row])[:, None] + tables.classes[row].astype(jnp.int32)
-        enough = tables.needed[row[:, None], cells] < self.left[:, None]
+        enough = tables.needed[row[:, None], cells].astype(jnp.int32) < self.left[:, None]
         accepting = tables.reach[row, state] == 0
         return jnp.where(self.stops, accepting[:, None], enough) | (self.state < 0)[:, None]
 
@@ -90,8 +90,8 @@ class RowConstraint(RowFeature):
         """The automata behind one more token a row; ids of V and beyond stand for none."""
         tables, row, vocabulary = self.tables, jnp.maximum(self.automaton, 0), self.stops.shape[1]
         known = jnp.minimum(token, vocabulary - 1)
-        cell = jnp.maximum(self.state, 0) * tables.width[row] + tables.classes[row, known]
-        lost = (self.state < 0) | (tables.needed[row, cell] >= self.left)
+        cell = jnp.maximum(self.state, 0) * tables.width[row] + tables.classes[row, known].astype(jnp.int32)
+        lost = (self.state < 0) | (tables.needed[row, cell].astype(jnp.int32) >= self.left)
         lost |= jnp.take_along_axis(self.stops, known[:, None], axis=1)[:, 0]
         state = jnp.where(lost, -1, tables.following[row, cell]).astype(jnp.int32)
         none = token >= vocabulary

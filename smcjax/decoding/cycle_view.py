@@ -99,7 +99,7 @@ def written_once(groups: Groups, pages: Int[Array, "R T"]) -> Int[Array, "R T"]:
     """Keeps each page for the first row of a group that names it, `TRASH` for others: they write the same there."""
     of_group = groups.by_group(pages)  # [G, N, T]
     n = of_group.shape[1]
-    earlier = jnp.arange(n)[:, None] > jnp.arange(n)
+    earlier = jnp.arange(n)[:, None] > jnp.arange(n)[None]
     same = of_group[:, :, None] == of_group[:, None]  # [G, N, N, T]
     taken = (same & earlier[None, :, :, None]).any(axis=2)
     return jnp.where(taken, TRASH, of_group).reshape(pages.shape)

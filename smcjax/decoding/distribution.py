@@ -152,7 +152,7 @@ class DeferredLogits(NamedTuple):
     def from_residual(cls, params: Params, residual: Float[Array, "R E"], eps: float) -> DeferredLogits:
         """The operands that the residual stream behind the last layer gives."""
         x = residual.astype(jnp.float32)
-        operand = (x * params.final_norm.astype(jnp.float32)).astype(residual.dtype)
+        operand = (x * params.final_norm.astype(jnp.float32)[None]).astype(residual.dtype)
         return cls(operand, jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps))
 
     def logits(self, params: Params) -> Float[Array, "*shape V"]:
@@ -206,4 +206,4 @@ def sample_in_head(
 def pack_bits(mask: Bool[Array, "R V"]) -> UInt[Array, "R words"]:
     """32 flags to a word, the first in the lowest bit; V is a multiple of 32."""
     bits = mask.reshape(mask.shape[0], -1, 32).astype(jnp.uint32)
-    return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+    return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32)[None, None], axis=-1, dtype=jnp.uint32)

@@ -105,7 +105,7 @@ class DraftModel:
         def prepared(columns: Int[Array, " K"], positions: Int[Array, "K R T"], pages: Int[Array, "K R T"]) -> Steps:
             """Steps that draw the tokens of these columns."""
             drawn = jax.vmap(lambda column: column_keys(keys, column))(columns)
-            steps = Steps(positions, pages, drawn, token_number=generated + 1 + columns[:, None])
+            steps = Steps(positions, pages, drawn, token_number=generated[None] + 1 + columns[:, None])
             return prepare(config, params, view, steps, distribution, plan)
 
         head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
@@ -116,7 +116,7 @@ class DraftModel:
         columns = jnp.arange(1, gamma + after)
         if not columns.size:
             return _joined(params, distribution, generated, first, None), cache
-        ahead = frontier_at[:, None] + columns  # [R, K]
+        ahead = frontier_at[:, None] + columns[None]  # [R, K]
         rest = prepared(columns, ahead.T[:, :, None], pages_at(groups, ahead, page_size).T[:, :, None])
 
         def forward(

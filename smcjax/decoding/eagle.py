@@ -222,7 +222,7 @@ class Eagle:
         if speculation.width == 1:
             return cache
         sequences = groups.sequences
-        positions = sequences.length[:, None] - 1 + jnp.arange(1 - speculation.width, 0)
+        positions = sequences.length[:, None] - 1 + jnp.arange(1 - speculation.width, 0)[None]
         tokens = jnp.take_along_axis(sequences.tokens, jnp.maximum(positions, 0), axis=1)
         view = view_of(groups, tokens, positions, None, width=speculation.width, page_size=page_size)
         return self._write(params, cache, view, groups.per_row(groups.requests.prompt_length))

@@ -96,7 +96,7 @@ def prepare(
         temperature=distribution.temperature,
         noise_scale=distribution.noise_scale(),
         forbidden=plan.stop_words,
-        forbids=steps.token_number <= distribution.minimum,
+        forbids=steps.token_number <= distribution.minimum[None],
     )
     slots = steps.write_pages * view.page_size + steps.positions % view.page_size
     tables = decode_step.make_tables(shape, cos, sin, steps.positions, slots, draws)

@@ -81,18 +81,18 @@ def lookup(tokens: Int[Array, "R T"], length: Int[Array, " R"], count: int, long
     A match is better the more of the last tokens stand there, and of equal ones the newest. `length` ≥ 1 is how many of
     `tokens` belong to a row.
     """
-    place = jnp.arange(tokens.shape[1])
+    place = jnp.arange(tokens.shape[1])[None]
     standing = (place < length[:, None] - 1).astype(jnp.int32)  # where the last token might stand earlier
     matched = jnp.zeros_like(tokens)
     for back in range(longest):
         last = jnp.take_along_axis(tokens, jnp.maximum(length[:, None] - 1 - back, 0), axis=1)
         there = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
-        standing *= (there == last) & (place >= back) & (length[:, None] > back)
+        standing *= ((there == last) & (place >= back) & (length[:, None] > back)).astype(jnp.int32)
         matched += standing
     # One maximum says how much of them stands where, so that XLA goes over the places once.
     size = tokens.shape[1]
     found = jnp.max(jnp.where(matched > 0, matched * size + place, 0), axis=1)
     best = jnp.where(found > 0, found % size, length - 2)  # none: the last token again
     period = length - 1 - best
-    ahead = best[:, None] + 1 + jnp.arange(count) % period[:, None]
+    ahead = best[:, None] + 1 + jnp.arange(count)[None] % period[:, None]
     return jnp.take_along_axis(tokens, ahead, axis=1)

@@ -58,7 +58,7 @@ def chunk_view(
     page_size: int,
 ) -> BatchView:
     """The chunk's tokens and where their KV goes; the arguments are those of `prefill_chunk`."""
-    positions = jnp.broadcast_to(start[..., None] + jnp.arange(chunk), (leaders.length.shape[0], chunk))
+    positions = jnp.broadcast_to(start.reshape(-1, 1) + jnp.arange(chunk)[None], (leaders.length.shape[0], chunk))
     in_prompt = positions < leaders.length[:, None]
     tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
     new = in_prompt if cached is None else in_prompt & (positions >= cached[:, None])

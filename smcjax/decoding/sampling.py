@@ -131,6 +131,6 @@ def truncate(logits: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[
     descending = jnp.where(descending < kth, -jnp.inf, descending)
     probability = jax.nn.softmax(descending, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability  # mass strictly above each token
-    inside = (before < top_p[:, None]) | (top_p >= 1.0)[:, None] | (jnp.arange(vocabulary) == 0)
+    inside = (before < top_p[:, None]) | (top_p >= 1.0)[:, None] | (jnp.arange(vocabulary) == 0)[None]
     least = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits < least, -jnp.inf, logits)

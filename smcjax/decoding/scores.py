@@ -87,7 +87,7 @@ def prompt_scores(
     The law is softmax of the target's logits. Entries whose token is not the prompt's any more mean nothing.
     """
     groups, length, _ = hidden.shape
-    following = jnp.minimum(start_at[:, None] + 1 + jnp.arange(length), leaders.tokens.shape[1] - 1)
+    following = jnp.minimum(start_at[:, None] + 1 + jnp.arange(length)[None], leaders.tokens.shape[1] - 1)
     tokens = jnp.take_along_axis(leaders.tokens, following, axis=1)
     slices = -(-length // SLICE)
 

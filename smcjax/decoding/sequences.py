@@ -175,10 +175,10 @@ def cut_block(
     """
     columns = tokens.shape[1]
     is_stop = jnp.take_along_axis(stops, tokens, axis=1)
-    at_cap = length[:, None] + jnp.arange(1, columns + 1) >= limit[:, None]
+    at_cap = length[:, None] + jnp.arange(1, columns + 1, dtype=jnp.int32)[None] >= limit[:, None]
     ends = is_stop | at_cap
-    within = jnp.ones_like(ends) if last is None else jnp.arange(columns) <= last[:, None]
-    ended_before = jnp.cumsum(ends, axis=1) - ends > 0
+    within = jnp.ones_like(ends) if last is None else jnp.arange(columns, dtype=last.dtype)[None] <= last[:, None]
+    ended_before = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends.astype(jnp.int32) > 0
     return Block(counted=~ended_before & within, ended=(ends & within).any(axis=1))
 
 
@@ -203,7 +203,7 @@ def put_behind(
     """Writes C tokens and log-probabilities behind the committed ones of the live rows, whose lengths stay."""
     rows, columns = tokens.shape
     row = jnp.arange(rows)[:, None]
-    position = sequences.length[:, None] + jnp.arange(columns)
+    position = sequences.length[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
     position = jnp.where(live[:, None], position, sequences.tokens.shape[1])  # out of range: dropped
     return dataclasses.replace(
         sequences,

@@ -76,7 +76,7 @@ def score[S: Groups](
     width, config, sequences = program.speculation.width, program.target, groups.sequences
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
-    positions = frontier_at[:, None] + jnp.arange(width)
+    positions = frontier_at[:, None] + jnp.arange(width)[None]
     if len(frontier_at) == 1:
         # Launches that share an array become one in XLA, but not those that share one number.
         positions = jax.lax.optimization_barrier(positions)
@@ -144,7 +144,7 @@ def keep_path[S: Groups](program: Program[Any], groups: S, drafts: TreeDrafts, k
     """
     tree, proposer = program.speculation.tree, cast(TreeProposer, program.proposer)
     assert tree is not None
-    column = jnp.arange(tree.depth + 1)
+    column = jnp.arange(tree.depth + 1)[None]
     positions = groups.sequences.length[:, None] - 1 + column
     accepted = column <= jnp.asarray(tree.depths)[last][:, None]
     pages = jnp.where(accepted, pages_at(groups, positions, program.page_size), TRASH)

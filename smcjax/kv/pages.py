@@ -83,7 +83,7 @@ def _running_count(flags: Bool[Array, " n"]) -> Int[Array, " n"]:
     if size > 1024:
         return jnp.cumsum(flags, dtype=jnp.int32)
     index = jnp.arange(size)
-    return jnp.sum(flags & (index <= index[:, None]), axis=1, dtype=jnp.int32)
+    return jnp.sum(flags[None] & (index[None] <= index[:, None]), axis=1, dtype=jnp.int32)
 
 
 def _adjust(pool: PagePool, pages: Int[Array, "*shape"], change: Int[Array, "*shape"]) -> PagePool:
@@ -123,7 +123,7 @@ def keep_until(
     They name no others. The last KV that counts is the one before the frontier, the last of `length` tokens: what
     rejected drafts wrote is behind it. Returns the pool and the new block table.
     """
-    begins = jnp.arange(old.shape[1]) * page_size
+    begins = jnp.arange(old.shape[1])[None] * page_size
     kept = jnp.where(begins < length[:, None] - 1, table, TRASH)
     new = jnp.where(goes[:, None], kept, old)
     return rebind(pool, old, new), new
@@ -230,12 +230,12 @@ def _make_room_reference(
     """
     rows, table_width = block_table.shape
     touched = pages_touched(max_width, page_size)
-    logical = first[:, None] // page_size + jnp.arange(touched)
+    logical = first[:, None] // page_size + jnp.arange(touched)[None]
     in_use = live[:, None] & (logical <= last[:, None] // page_size)
     row = jnp.arange(rows)[:, None]
     current = block_table[row, jnp.minimum(logical, table_width - 1)]
 
-    entered_half_way = (first % page_size > 0)[:, None] & (jnp.arange(touched) == 0)
+    entered_half_way = (first % page_size > 0)[:, None] & (jnp.arange(touched) == 0)[None]
     shared = pool.refcount[current] > 1
     needed = in_use & (~entered_half_way | shared)
     replaced = jnp.where(needed & entered_half_way, current, TRASH)[:, 0]
@@ -316,7 +316,7 @@ truncate_pages.register(Kernel(runs_mosaic, _truncate_pages_sm90, _supports_trun
 
 def _first_of_all_sharers(pool: PagePool, pages: Int[Array, " R"]) -> Bool[Array, " R"]:
     """Rows that are the first to name their page in `pages`, where every reference to that page is in `pages`."""
-    same = pages[:, None] == pages
+    same = pages[:, None] == pages[None]
     row = jnp.arange(pages.shape[0])
-    first = ~(same & (row < row[:, None])).any(axis=1)
+    first = ~(same & (row[None] < row[:, None])).any(axis=1)
     return (pages != TRASH) & first & (same.sum(axis=1) == pool.refcount[pages])

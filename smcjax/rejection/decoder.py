@@ -87,7 +87,7 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
     with jax.named_scope("decide"):
         following = draw(group_keys(state.requests.key, state.cycle, Purpose.NEXT), jnp.log(run.law))
     with jax.named_scope("commit"):
-        at_end = jnp.arange(run.tokens.shape[1]) == run.accepted[:, None]
+        at_end = jnp.arange(run.tokens.shape[1])[None] == run.accepted[:, None]
         tokens = jnp.where(at_end, following[:, None], run.tokens)
         # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
         logprobs = run.target.log_at(tokens)
@@ -96,7 +96,7 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         # A law is NaN for all tokens or for none: its softmax's mass is.
         broken = (jnp.isnan(run.law[:, 0]) & counts) | jnp.isnan(logprobs[:, 0])
         state = _commit(program, state, tokens, logprobs, run.accepted, broken)
-        state = dataclasses.replace(state, cycle=state.cycle + ran)
+        state = dataclasses.replace(state, cycle=state.cycle + ran.astype(jnp.int32))
         of_tokens = by_group(state, scores(run.target.logits, logprobs)) if "logprobs" in program.features else None
         # All rows of a request name the pages of the accepted one.
         pages = {"width": program.speculation.width, "page_size": program.page_size}

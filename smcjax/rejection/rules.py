@@ -70,23 +70,25 @@ def candidates(
     rows, columns = drafts.shape
     c, total = residuals(p[:, :columns], q, rows)  # [N, N, K]: the last rejection's is made for one position alone
     p_draft, q_draft = (jnp.take_along_axis(x[:, :columns], drafts[..., None], axis=-1)[..., 0] for x in (p, q))
-    left = jnp.maximum(p_draft - c * q_draft, 0) / total  # [N, N, K]: of each draft, by how many were rejected before
+    left = (
+        jnp.maximum(p_draft[None] - c * q_draft[None], 0) / total
+    )  # [N, N, K]: of each draft, by how many were rejected before
     row = jnp.arange(rows)
-    earlier = row < row[:, None]  # [i, i']: candidate i' is asked before candidate i
+    earlier = row[None] < row[:, None]  # [i, i']: candidate i' is asked before candidate i
     alive = jnp.ones(rows, bool)  # agree with all that has been accepted
     on, accepted, rejected = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
     for j in range(columns):
         # A candidate is asked when those before it were rejected; candidates that are alive have the same laws.
         # What they choose by numbers is masked, since XLA makes a launch of each index into an array.
-        before = jnp.sum(alive & earlier, axis=1)
-        chance = jnp.sum(jnp.where(before == row[:, None], left[:, :, j], 0), axis=0)
+        before = jnp.sum(alive[None] & earlier, axis=1)
+        chance = jnp.sum(jnp.where(before[None] == row[:, None], left[:, :, j], 0), axis=0)
         accept = alive & (uniforms[j] * q_draft[:, j] < chance)
         rejected = jnp.where(on, jnp.sum(alive, dtype=jnp.int32), rejected)
         on &= accept.any()
-        first = accept & ~jnp.any(accept & earlier, axis=1)
+        first = accept & ~jnp.any(accept[None] & earlier, axis=1)
         token = jnp.sum(jnp.where(first, drafts[:, j], 0))
         alive = jnp.where(on, alive & (drafts[:, j] == token), alive)
-        accepted += on
+        accepted += on.astype(jnp.int32)
     candidate = jnp.argmax(alive).astype(jnp.int32)
     at = jnp.minimum(accepted, columns - 1)
     target, draft = p[candidate, jnp.where(on, columns, at)], q[candidate, at]

@@ -175,7 +175,7 @@ def block_of(
     """
     gamma, columns = drafts.shape[1], distributions.target.shape[1]
     padded = jnp.pad(drafts, ((0, 0), (0, columns - gamma)))
-    tokens = jnp.where(jnp.arange(columns) == accepted[:, None], following[:, None], padded)
+    tokens = jnp.where(jnp.arange(columns)[None] == accepted[:, None], following[:, None], padded)
     increments = rule.increment(distributions.target[:, :gamma], distributions.draft, tokens[:, :gamma])
     return NewBlock(
         tokens=tokens,

@@ -93,7 +93,7 @@ def tempered(state: State, logits: Float[Array, "R C V"]) -> Float[Array, "R C V
     possible = forbid_stops(
         logits,
         state.per_row(requests.stops)[:, None],
-        generated[:, None] + 1 + jnp.arange(logits.shape[1]),
+        generated[:, None] + 1 + jnp.arange(logits.shape[1])[None],
         state.per_row(requests.min_tokens)[:, None],
     )
     return temper(possible, state.per_row(requests.temperature)[:, None])
@@ -197,7 +197,7 @@ def resample(
         weighed=weighed,
         scores=None if block.scores is None else by_group(state, block.scores),
     )
-    return dataclasses.replace(state, cycle=state.cycle + ran), info
+    return dataclasses.replace(state, cycle=state.cycle + ran.astype(jnp.int32)), info
 
 
 def fork(state: State, plan: Resampling, *, pending: int = 0) -> State:
@@ -206,7 +206,7 @@ def fork(state: State, plan: Resampling, *, pending: int = 0) -> State:
     Integers move, keys and values do not. The `pending` tokens behind a row's committed ones are copied too.
     """
     num_groups, n = plan.ancestors.shape
-    source = (jnp.arange(num_groups)[:, None] * n + plan.ancestors).reshape(-1)
+    source = (jnp.arange(num_groups, dtype=jnp.int32)[:, None] * n + plan.ancestors).reshape(-1)
     sequences = state.sequences
     pool, block_table, (tokens, logprobs) = fork_rows(
         state.memory.pool,

@@ -58,7 +58,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
 def pending_of(state: State, gamma: int) -> Drafts:
     """The K tokens behind each row's committed ones, and their log q. In a group's first cycle they say nothing."""
     sequences = state.sequences
-    columns = sequences.length[:, None] + jnp.arange(gamma)
+    columns = sequences.length[:, None] + jnp.arange(gamma)[None]
     row = jnp.arange(columns.shape[0])[:, None]
     return Drafts(*(array.at[row, columns].get(mode="clip") for array in (sequences.tokens, sequences.logprobs)))
 

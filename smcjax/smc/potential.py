@@ -30,7 +30,7 @@ class Answers(NamedTuple):
     @property
     def counted(self) -> Bool[Array, "R T"]:
         """The columns that belong to the answers."""
-        column = jnp.arange(self.tokens.shape[1])
+        column = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
         return (column >= self.begin[:, None]) & (column < self.end[:, None])
 
 
@@ -78,5 +78,5 @@ class TokenPotential:
         value = jnp.zeros(answers.end.shape)
         for token, log_factor in self.log_factors:
             count = jnp.sum(answers.counted & (answers.tokens == token), axis=1)
-            value += jnp.where(count > 0, count * log_factor, 0.0)  # 0·(−inf) would be NaN
+            value += jnp.where(count > 0, count.astype(value.dtype) * log_factor, 0.0)  # 0·(−inf) would be NaN
         return value

@@ -36,7 +36,7 @@ def inverse_cdf(positions: Float[Array, " K"], weights: Float[Array, " N"]) -> I
 
     The strict comparison never picks a weight of zero, not even at position 0.
     """
-    index = jnp.sum(jnp.cumsum(weights) <= positions[:, None], axis=1)
+    index = jnp.sum(jnp.cumsum(weights)[None] <= positions[:, None], axis=1)
     last = weights.shape[0] - 1 - jnp.argmax(weights[::-1] > 0)
     return jnp.minimum(index, last)
 
@@ -57,8 +57,8 @@ def offspring(method: Method, uniforms: Float[Array, " U"], weights: Float[Array
         return method.offspring(uniforms, weights)
     n = weights.shape[0]
     if method == "residual":
-        kept = jnp.floor(n * weights).astype(jnp.int32)
-        rest = n * weights - kept
+        whole = jnp.floor(n * weights)
+        kept, rest = whole.astype(jnp.int32), n * weights - whole
         total = jnp.sum(rest)
         # With nothing left over (total 0) no draw is used; W only keeps the division defined.
         drawn = inverse_cdf(uniforms, jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), weights))
@@ -71,21 +71,23 @@ def positions(method: str, uniforms: Float[Array, " U"], n: int) -> Float[Array,
     """The positions in [0, 1) at which a scheme other than residual reads the inverse CDF."""
     if method == "multinomial":
         return uniforms
-    return (uniforms + jnp.arange(n)) / n  # systematic (one uniform for all strata) and stratified
+    return (
+        uniforms + jnp.arange(n, dtype=uniforms.dtype)
+    ) / n  # systematic (one uniform for all strata) and stratified
 
 
 def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"]) -> Int[Array, " N"]:
     """Counts the draws of each index. N² comparisons are one small kernel, a scatter is several."""
     index = jnp.arange(drawn.shape[0])
-    return jnp.sum((drawn == index[:, None]) & used, axis=1, dtype=jnp.int32)
+    return jnp.sum((drawn[None] == index[:, None]) & used[None], axis=1, dtype=jnp.int32)
 
 
 def ancestors_from_counts(counts: Int[Array, " N"]) -> Int[Array, " N"]:
     """Ancestor of each row: itself if it has offspring, else the next surplus copy in row order."""
     surplus = jnp.cumsum(jnp.maximum(counts - 1, 0))
     dead = counts == 0
-    rank = jnp.cumsum(dead) - 1  # which surplus copy a dead row receives
-    source = jnp.sum(surplus <= rank[:, None], axis=1)
+    rank = jnp.cumsum(dead, dtype=jnp.int32) - 1  # which surplus copy a dead row receives
+    source = jnp.sum(surplus[None] <= rank[:, None], axis=1)
     return jnp.where(dead, source, jnp.arange(counts.shape[0])).astype(jnp.int32)
 
 
@@ -106,13 +108,13 @@ class Resampling(NamedTuple):
 
 def decided(log_weights: Float[Array, "G N"], resampled: Bool[Array, " G"], drawn: Int[Array, "G N"]) -> Resampling:
     """Takes the drawn ancestors of the groups that are resampled."""
-    rows = jnp.arange(log_weights.shape[1])
+    rows = jnp.arange(log_weights.shape[1], dtype=jnp.int32)[None]
     ancestors = jnp.where(resampled[:, None], drawn, rows)
     return Resampling(
         ess=effective_sample_size(log_weights),
         resampled=resampled,
         ancestors=ancestors,
-        offspring=jnp.sum(ancestors[:, None] == rows[:, None], axis=2, dtype=jnp.int32),
+        offspring=jnp.sum(ancestors[:, None] == rows[..., None], axis=2, dtype=jnp.int32),
         log_mean_weight=log_mean_weight(log_weights),
     )
 

@@ -46,9 +46,9 @@ def block_tilt(log_ratio: Float[Array, "B A"], gamma: int, order: float) -> Floa
     for place in range(min(gamma, length)):
         exponent = (order - 1) * (before - jnp.roll(before, place, axis=1))
         there = index >= place
-        total += jnp.where(there, jnp.exp(jnp.minimum(exponent, math.log(LARGEST_TILT))), 0.0)
-        places += there
-    return total / places
+        total += jnp.where(there[None], jnp.exp(jnp.minimum(exponent, math.log(LARGEST_TILT))), 0.0)
+        places += there.astype(places.dtype)
+    return total / places[None]
 
 
 def block_second_moments(

@@ -205,7 +205,7 @@ class OfTheFirst(NSA):
 
     def select(self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]) -> Any:
         own = positions[:, :, None, None] // self.block_size
-        return super().select(scores, positions)[:1] & (jnp.arange(scores.shape[-1]) <= own)
+        return super().select(scores, positions)[:1] & (jnp.arange(scores.shape[-1])[None, None, None] <= own)
 
 
 def with_fault(fault: type[NSA]) -> ModelConfig:

@@ -74,7 +74,7 @@ class Scripted:
         page_size: int,
         keep_logits: bool = False,
     ) -> tuple[Drafts, None]:
-        column = jnp.arange(speculation.gamma)
+        column = jnp.arange(speculation.gamma)[None]
         right = jnp.take_along_axis(params.texts, groups.sequences.length[:, None] + column, axis=1)
         wrong = jnp.take_along_axis(params.wrong, groups.cycle[:, None], axis=1)
         tokens = jnp.where(column == wrong, (right + 1) % V, right)

@@ -47,7 +47,7 @@ class NotTwice(RowFeature):
         return NotTwice(last)
 
     def allowed(self) -> Bool[Array, "R V"]:
-        return jnp.arange(VOCAB) != self.last[:, None]
+        return jnp.arange(VOCAB)[None] != self.last[:, None]
 
     def __call__(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
         return jnp.where(self.allowed(), logits, -jnp.inf)

@@ -54,7 +54,7 @@ REUSE = (True, False)
 def _logits(tokens: jax.Array, prompt: jax.Array, flags: jax.Array) -> jax.Array:
     """Dense logits; behind the first `prompt` positions, layers whose flag is False take the blocks of earlier ones."""
     positions, params = jnp.arange(tokens.shape[1])[None], params_of(TARGET)
-    carried: list[Any] = [0]
+    carried: list[Any] = [False]
 
     def attend(index: int, projection: Projection) -> jax.Array:
         kind: Any = TARGET.layer(index).attention

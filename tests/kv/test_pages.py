@@ -205,7 +205,7 @@ def test_copy_pages_copies_every_array_and_nothing_else(page_size: int) -> None:
     copies = Copies(jnp.asarray([2, 2, TRASH]), jnp.asarray([3, 4, TRASH]))
     copied = jax.jit(KVCache.copy_pages)(filled, copies)
     for i, pages in enumerate(jax.tree.leaves(copied)):
-        assert (pages - 10 * i == jnp.asarray([0, 1, 2, 2, 2])[:, None, None, None]).all()
+        assert (pages - 10 * i == jnp.asarray([0.0, 1.0, 2.0, 2.0, 2.0])[:, None, None, None]).all()
 
 
 def test_a_page_that_a_row_at_rest_names_is_kept_by_nobody_else() -> None:

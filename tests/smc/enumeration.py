@@ -171,7 +171,7 @@ def controlled(
         accepts = rule.probability(at(distributions.target[:, :gamma], drafts), at(q, drafts))
         found = []
         for run in range(gamma + 1):
-            column = jnp.arange(gamma)
+            column = jnp.arange(gamma)[None]
             uniforms = jnp.where(column < run, accepts / 2, (1 + accepts) / 2)
             fate = jnp.where(column < run, accepts, jnp.where(column == run, 1 - accepts, 1.0)).prod(axis=1)
             accepted, logits = acceptance.decide(rule, distributions, drafts, uniforms)

@@ -23,7 +23,7 @@ def _with_one_behind_rejections(rule: Any, distributions: Any, drafts: Any, acce
 def _weightless_when_drawn(rule: Any, distributions: Any, drafts: Any, accepted: Any, following: Any) -> Any:
     """A mistaken `block_of`: a token of the residual weighs as if it came from the target."""
     block = _BLOCK_OF(rule, distributions, drafts, accepted, following)
-    drawn = jnp.arange(block.tokens.shape[1]) == accepted[:, None]
+    drawn = jnp.arange(block.tokens.shape[1])[None] == accepted[:, None]
     return dataclasses.replace(block, increments=jnp.where(drawn, distributions.log_normalizer, block.increments))
 
 

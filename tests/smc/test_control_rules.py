@@ -146,7 +146,7 @@ def test_quotients_that_are_rounded_beyond_one(c: float, monkeypatch: pytest.Mon
     assert (right(log_p, log_p) < log_p / log_p).all()
     ratio = control.correction(log_p, log_q, control_of_rows)
     assert (ratio <= 1).all()
-    assert (ratio == 1).sum() > CASES / 2
+    assert (ratio == 1).sum() > CASES // 2
     weight = control.increment(log_p, log_q, control_of_rows[:, None], ratio[:, None])
     assert (np.abs(weight) < 1e-5).all()
 

@@ -168,7 +168,7 @@ def test_copies_are_asked_for_with_their_pending_blocks(patch_programs: Any, for
 
     def scrambling(pool: Any, table: Any, rows: Any, source: Any, *rest: Any, end: Any, **named: Any) -> Any:
         pool, table, (tokens, logprobs) = copied(pool, table, rows, source, *rest, end=end, **named)
-        beyond = jnp.arange(tokens.shape[1]) >= end[source][:, None]
+        beyond = jnp.arange(tokens.shape[1])[None] >= end[source][:, None]
         return pool, table, (jnp.where(beyond, 0, tokens), jnp.where(beyond, -1.0, logprobs))
 
     resample = pipelined.resample

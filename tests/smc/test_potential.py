@@ -25,9 +25,9 @@ class Alternating:
 
     def log_value(self, answers: smc.Answers) -> Any:
         inside = answers.counted[:, 1:] & answers.counted[:, :-1]
-        differ = jnp.sum(inside & (answers.tokens[:, 1:] != answers.tokens[:, :-1]), axis=1)
+        differ = jnp.sum(inside & (answers.tokens[:, 1:] != answers.tokens[:, :-1]), axis=1, dtype=float)
         odd = (answers.end - answers.begin) % 2
-        return self.strength * differ - 0.9 * jnp.where(answers.finished, 0, odd)
+        return self.strength * differ - 0.9 * jnp.where(answers.finished, 0, odd).astype(float)
 
     def of(self, answer: Tokens) -> float:
         """φ of a whole answer."""

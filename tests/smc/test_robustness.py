@@ -109,7 +109,7 @@ def test_rows_without_weight_are_never_drawn(dead: set[int]) -> None:
     """Rows of weight −inf are no ancestors and no answer, and do not fail their group."""
     state = start(PROGRAM, PAIR.params, ASKS)
     weights = jnp.asarray([-np.inf if i in dead else 0.0 for i in range(3)], jnp.float32)
-    after, info = step(PROGRAM, PAIR.params, dataclasses.replace(state, log_weight=state.log_weight + weights))
+    after, info = step(PROGRAM, PAIR.params, dataclasses.replace(state, log_weight=state.log_weight + weights[None]))
     assert not after.failed.any()
     assert info.resampled.all()
     assert not set(np.asarray(info.ancestors).ravel().tolist()) & dead

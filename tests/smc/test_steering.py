@@ -38,10 +38,10 @@ FUNCTIONS: dict[str, Callable[[exact.Tokens], float]] = {
 
 def log_value(tokens: Any, length: Any, *, whole: bool) -> Any:
     """log ψ: of a beginning what has little to do with what the whole answer is worth. Zeros forbid a third token 0."""
-    inside = jnp.arange(tokens.shape[-1]) < length[..., None]
-    ones = jnp.sum(inside & (tokens == 1), axis=-1)
+    inside = jnp.arange(tokens.shape[-1])[None, None] < length[..., None]
+    ones = jnp.sum(inside & (tokens == 1), axis=-1, dtype=jnp.float32)
     forbidden = (length > 2) & (tokens[..., 2] == 0)
-    value = 0.8 * ones if whole else 0.8 * ones + 0.7 + 0.5 * (tokens[..., 0] == 0)
+    value = 0.8 * ones if whole else 0.8 * ones + 0.7 + jnp.where(tokens[..., 0] == 0, 0.5, 0.0)
     return jnp.where(forbidden, -jnp.inf, value)
 
 
@@ -169,7 +169,8 @@ def followed(mistake: Any = None) -> list[tuple[np.ndarray, ...]]:
     def value(state: smc.State) -> Any:
         tokens = state.sequences.tokens.reshape(*state.log_weight.shape, -1)
         length = state.sequences.length.reshape(state.log_weight.shape)
-        return (tokens * (jnp.arange(tokens.shape[-1]) < length[..., None])).sum(axis=-1).astype(jnp.float32) / 7
+        inside = jnp.arange(tokens.shape[-1])[None, None] < length[..., None]
+        return jnp.where(inside, tokens, 0).sum(axis=-1).astype(jnp.float32) / 7
 
     with program_patches(steering, "weigh_by", mistake or _weigh):
         while state.running.any():

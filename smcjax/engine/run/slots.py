@@ -38,7 +38,7 @@ def put(state: Any, slots: Int[Array, " P"], groups: Any) -> Any:
 
 def _entries(slots: Int[Array, " P"], each: int) -> Int[Array, " Peach"]:
     """The entries of these slots in an array with `each` entries a group."""
-    return (slots[:, None] * each + jnp.arange(each)).reshape(-1)
+    return (slots[:, None] * each + jnp.arange(each)[None]).reshape(-1)
 
 
 def _without_memory(state: Any) -> Any:
