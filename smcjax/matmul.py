@@ -130,7 +130,7 @@ class Quantized(Matrix):
             y = _contract(self.kind.ordered(rounded), self.values, jnp.dtype(jnp.float32)) * of_x[..., None]
         else:  # the order is the matrix's, beside which a step's x is small
             y = _contract(self.kind.ordered(x), self.values.astype(x.dtype), jnp.dtype(jnp.float32))
-        y = (y * self.scale).astype(result)
+        y = (y * jnp.broadcast_to(self.scale, y.shape)).astype(result)
         return y if add_to is None else add_to + y
 
     def rows(self, ids: Any, *, out: Any = None) -> jax.Array:

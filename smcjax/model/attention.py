@@ -202,7 +202,7 @@ class _Softmax(AttentionKind):
     scale: float | None
     first: ClassVar[int] = 0  # position that is seen
 
-    def _visible(self, slot: Int[Array, "*slots"], position: Int[Array, "*queries"]) -> Bool[Array, "*shape"]:
+    def _visible(self, slot: Int[Array, "*#shape"], position: Int[Array, "*#shape"]) -> Bool[Array, "*shape"]:
         return sees(slot, position, self.window, self.first)
 
     def cache(self, config: HeadShape) -> CacheSpec:
@@ -264,7 +264,7 @@ class _Softmax(AttentionKind):
         seen_keys, seen_values = (tree_kv(view, cache[name], scratch[name]) for name in ("keys", "values"))
         _, slots, kv_heads, _ = seen_keys.shape
         scores = scaled_scores(grouped(q, kv_heads), seen_keys, self.scale)
-        visible = self._visible(jnp.arange(slots), view.positions[:, :, None, None, None])
+        visible = self._visible(jnp.arange(slots)[None, None, None, None], view.positions[:, :, None, None, None])
         return masked_softmax(scores, seen_values, visible)[1].reshape(q.shape), scratch, None
 
 

@@ -74,7 +74,8 @@ def linear(
     """add_to + weight · x + bias with f32 accumulation, in x's dtype; `weight` [O, I] is a leaf of `Params`."""
     if bias is None:
         return product(x, weight, add_to=add_to)
-    return matrix(weight)(x, add_to=add_to) + bias  # which XLA adds within the product
+    y = matrix(weight)(x, add_to=add_to)
+    return y + jnp.broadcast_to(bias, y.shape)  # which XLA adds within the product
 
 
 def product(
@@ -95,7 +96,7 @@ def rope_angles(
     """Cosine and sine of every rotary pair's angle, f32."""
     # As constants they would not be an array that cosine and sine share, and XLA would make a launch of each.
     frequencies = jax.lax.optimization_barrier(jnp.asarray(rope.frequencies(head_dim), jnp.float32))
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 

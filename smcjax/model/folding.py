@@ -65,4 +65,5 @@ def folded_shapes(config: ModelConfig, dtype: Any) -> Params:
 
 
 def _scaled_columns(matrix: Float[Array, "*O I"], scale: Float[Array, " I"]) -> Float[Array, "*O I"]:
-    return (matrix.astype(jnp.float32) * scale.astype(jnp.float32)).astype(matrix.dtype)
+    wide = jnp.broadcast_to(scale.astype(jnp.float32), matrix.shape)
+    return (matrix.astype(jnp.float32) * wide).astype(matrix.dtype)

@@ -101,7 +101,7 @@ class TreeView:
     @property
     def positions(self) -> Int[Array, "R T"]:
         """The nodes' path positions."""
-        return self.root[:, None] + jnp.asarray([self.tree.depths[node] for node in self.nodes], jnp.int32)
+        return self.root[:, None] + jnp.asarray([self.tree.depths[node] for node in self.nodes], jnp.int32)[None]
 
     @property
     def paths(self) -> Int[np.ndarray, "T C"]:

@@ -117,17 +117,17 @@ def tree_kv(
     else:
         home = jnp.minimum(ends, slots - 1)
         held = pages[table[:, home // page_size], home % page_size // stride]
-    is_held = ends < view.committed[:, None]
-    depths = view.root[:, None] + jnp.arange(view.tree.depth + 1)
+    is_held = ends[None] < view.committed[:, None]
+    depths = view.root[:, None] + jnp.arange(view.tree.depth + 1)[None]
     entry = array.ended_at(depths)
     entry = jnp.where((depths >= view.committed[:, None]) & (entry < count), entry, -1)
     # Beyond a node's own depth, `view.paths` repeats the node.
-    on_path = jnp.arange(depths.shape[1]) <= (view.positions - view.root[:, None])[..., None]
+    on_path = jnp.arange(depths.shape[1])[None, None] <= (view.positions - view.root[:, None])[..., None]
     ends_one = on_path & (entry >= 0)[:, None]
     return TreeKV(
         committed=jnp.where(is_held[..., None, None], held, 0),
         path=jnp.where(ends_one[..., None, None], scratch[:, jnp.asarray(view.paths)], 0),
-        depth=jnp.where(is_held, -1, jnp.maximum(ends - view.root[:, None], 0)),
+        depth=jnp.where(is_held, -1, jnp.maximum(ends[None] - view.root[:, None], 0)),
         entry=entry,
     )
 

@@ -47,7 +47,7 @@ class Compressor:
         """First positions of the compressed tokens that the new tokens may complete, and which are complete."""
         size, stride, columns = self.kernel_size, self.kernel_stride, view.positions.shape[1]
         first = view.positions[:, :1]
-        column = (size - 1 - first) % stride + stride * jnp.arange((columns - 1) // stride + 1)
+        column = (size - 1 - first) % stride + stride * jnp.arange((columns - 1) // stride + 1)[None]
         ends = first + column
         pages = jnp.take_along_axis(view.write_pages, jnp.minimum(column, columns - 1), axis=1)
         return ends - (size - 1), (column < columns) & (ends >= size - 1) & (pages != TRASH)
@@ -57,7 +57,7 @@ class Compressor:
         assert projection.weights is not None
         size, table = view.page_size, view.block_table
         starts, is_complete = self.new_compressed_tokens(view)
-        covered, home = starts[..., None] + jnp.arange(self.kernel_size), self.home(starts)
+        covered, home = starts[..., None] + jnp.arange(self.kernel_size)[None, None], self.home(starts)
 
         def pages_of(positions: jax.Array) -> jax.Array:
             return page_of(table, positions.reshape(table.shape[0], -1), size).reshape(positions.shape)
@@ -92,7 +92,7 @@ class Compressor:
 
     def _positions(self, starts: Int[Array, "_ N"]) -> Int[Array, "_ N·l"]:
         """The positions that compressed tokens stand for, one token after the other."""
-        return (starts[..., None] + jnp.arange(self.kernel_size)).reshape(starts.shape[0], -1)
+        return (starts[..., None] + jnp.arange(self.kernel_size)[None, None]).reshape(starts.shape[0], -1)
 
 
 def _flat(angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -100,7 +100,10 @@ class Grouped:
         first = self.groups.by_first(selected)
         if self.mode == "shared":
             return first
-        block, own = jnp.arange(selected.shape[-1]), positions[:, :, None, None] // self.kind.block_size
+        block, own = (
+            jnp.arange(selected.shape[-1])[None, None, None],
+            positions[:, :, None, None] // self.kind.block_size,
+        )
         return first | (self.kind.forced(block, own) & (block <= own))
 
     @property
@@ -244,7 +247,7 @@ def _weighed(
     sizes = {"page_size": per_page, "unit": unit, "sets": kv_heads, "most_slots": slots}
     tasks = span_tasks(low, high, table, groups, rows=rows, **sizes)
     part, scores, products = grouped_scores(q, *compressed, tasks, groups, low, high, unit=unit, slots=slots)
-    slot = jnp.arange(slots)
+    slot = jnp.arange(slots)[None, None]
     seen = (slot >= low[..., None]) & (slot <= high[..., None])
     weights = jnp.where(seen[:, :, None], jnp.exp(scores - part.lse[..., None]), 0)
     return part, weights, None if products is None else Kept(products, part.lse, low, high)
@@ -297,7 +300,7 @@ def nodes_routed(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, own
         jnp.where(one.lse == -jnp.inf, 0, jnp.exp(one.lse - whole.lse))[..., None] * x
         for one, x in ((part, weights), (on_path, of_nodes))
     )
-    slot, of_slot = jnp.arange(weights.shape[-1]), (at + 1) // stride - 1
+    slot, of_slot = jnp.arange(weights.shape[-1])[None, None, None], (at + 1) // stride - 1
     first = (view.committed + stride) // stride - 1  # of the first position that ends a stride and is not committed
     for later in range(view.tree.depth // stride + 1):
         its = jnp.where((of_slot == first[:, None] + later)[:, None, None], of_nodes, 0).sum(axis=-1)
@@ -329,8 +332,8 @@ def _drafted(view: TreeView) -> tuple[Int[Array, "R nodes"], Bool[Array, "R T no
     """The tree's nodes' positions, and those nodes on each new node's path that pages do not hold."""
     on_path = np.zeros((len(view.nodes), view.tree.size), bool)
     np.put_along_axis(on_path, view.paths, True, axis=1)
-    at = view.root[:, None] + jnp.asarray(view.tree.depths)
-    return at, jnp.asarray(on_path) & (at >= view.committed[:, None])[:, None]
+    at = view.root[:, None] + jnp.asarray(view.tree.depths)[None]
+    return at, jnp.asarray(on_path)[None] & (at >= view.committed[:, None])[:, None]
 
 
 def _completes(kind: Blocks, at: Int[Array, "R nodes"]) -> Bool[Array, "R nodes"]:

@@ -308,7 +308,7 @@ class NSA(AttentionKind, Compressor, Routing):
         """
         scratch = view.put(scratch, self._new_arrays(projection))
         starts = view.positions - (self.kernel_size - 1)
-        covered = starts[..., None] + jnp.arange(self.kernel_size)
+        covered = starts[..., None] + jnp.arange(self.kernel_size)[None, None]
         sources = {name: self.source(name) for name in ("keys", "values")}
         raw = {name: view.at(cache[source], scratch[source], covered) for name, source in sources.items()}
         made = self.compressed(projection, raw, starts)
@@ -358,7 +358,7 @@ class NSA(AttentionKind, Compressor, Routing):
         compressed = [cache[name][table[:, home // size], home % size // self.kernel_stride] for name in COMPRESSED]
 
         def there(values: jax.Array, last: jax.Array) -> jax.Array:
-            return jnp.where((last < view.lengths[:, None])[..., None, None], values, 0)
+            return jnp.where((last[None] < view.lengths[:, None])[..., None, None], values, 0)
 
         keys, values, window_keys, window_values = self.pairs(found)
         tokens = (keys, there(values, slots), window_keys, there(window_values, slots))
@@ -374,7 +374,10 @@ class NSA(AttentionKind, Compressor, Routing):
     ) -> Branches:
         """All branches of queries at `positions`, each by itself, which see keys up to `last`: their own, if there."""
         rotated, (_, length, kv_heads, _) = projection.heads()[0], kv.keys.shape
-        slots, at, last = jnp.arange(length), *(x[:, :, None, None, None] for x in (positions, last))
+        slots, at, last = (
+            jnp.arange(length)[None, None, None, None],
+            *(x[:, :, None, None, None] for x in (positions, last)),
+        )
         q, there = grouped(rotated, kv_heads), slots <= last
         chosen = jnp.repeat(routed.selected, self.block_size, axis=-1)[..., :length]
         chosen = chosen.reshape(*chosen.shape[:2], kv_heads, -1, length)

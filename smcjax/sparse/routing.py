@@ -100,7 +100,7 @@ class Routing:
         kv_heads, last = kv.keys.shape[2], last[:, :, None, None, None]
         ends = self.compressed_array().ends(kv.compressed_keys.shape[1])
         logits = scaled_scores(grouped(projection.heads()[0], kv_heads), kv.compressed_keys)
-        weights, output = masked_softmax(logits, kv.compressed_values, ends <= last)
+        weights, output = masked_softmax(logits, kv.compressed_values, ends[None, None, None, None] <= last)
         if earlier is not None:
             return Routed(output, None, earlier)
         scores = self.block_scores(weights, -(-kv.keys.shape[1] // self.block_size))
@@ -162,7 +162,7 @@ class Routing:
         self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]
     ) -> Float[Array, "R T S blocks"]:
         """`scores`, but ∞ for blocks that queries at `positions` always select, and −∞ for those behind their own."""
-        block, own = jnp.arange(scores.shape[-1]), positions[:, :, None, None] // self.block_size
+        block, own = jnp.arange(scores.shape[-1])[None, None, None], positions[:, :, None, None] // self.block_size
         return jnp.where(block <= own, jnp.where(self.forced(block, own), jnp.inf, scores), -jnp.inf)
 
     def forced(self, block: Any, own: Any) -> Any:

@@ -56,7 +56,7 @@ class Blocks(AttentionKind):
         return {"table": view.block_table}
 
     def _visible(self, positions: Any, slots: int, blocks: int) -> Any:
-        slot, block, position = jnp.arange(slots), jnp.arange(blocks), positions[:, :, None]
+        slot, block, position = *(jnp.arange(n)[None, None] for n in (slots, blocks)), positions[:, :, None]
         first = position // self.size * self.size
         return jnp.concatenate([(slot >= first) & (slot <= position), block * self.size < first], axis=2)
 
@@ -79,9 +79,9 @@ class Blocks(AttentionKind):
         q, k, v = projection.heads()
         ends = view.slots % self.size == self.size - 1
         pages = jnp.where(ends, view.write_pages, TRASH)
-        of_block = view.slots[..., None] - jnp.arange(self.size)
+        of_block = view.slots[..., None] - jnp.arange(self.size)[None, None]
         rows, names = plan["table"].shape[0], (("keys", "mean_keys", k), ("values", "mean_values", v))
-        written = jnp.arange(plan["table"].shape[1] * view.page_size) < view.lengths[:, None]
+        written = jnp.arange(plan["table"].shape[1] * view.page_size)[None] < view.lengths[:, None]
         cache, seen = dict(cache), []
         for name, mean, new in names:
             if view.copies is not None:
@@ -100,7 +100,7 @@ class Blocks(AttentionKind):
     ) -> Any:
         q, k, v = projection.heads()
         scratch = view.put(scratch, {"keys": k, "values": v})
-        of_block = view.positions[..., None] - jnp.arange(self.size)
+        of_block = view.positions[..., None] - jnp.arange(self.size)[None, None]
         seen = {}
         for name in ("keys", "values"):
             means = view.at(cache[name], scratch[name], of_block).mean(axis=2)

@@ -208,8 +208,8 @@ class BySlot(SlidingWindow):
         q, keys, values = projection.heads()
         scratch = view.put(scratch, {"keys": keys, "values": values})
         seen_keys, seen_values = (tree_kv(view, cache[name], scratch[name]) for name in ("keys", "values"))
-        slots, at = jnp.arange(seen_keys.shape[1]), view.positions[:, :, None, None, None]
-        by_slot = (view.root[:, None] + jnp.asarray(view.nodes))[:, :, None, None, None]
+        slots, at = jnp.arange(seen_keys.shape[1])[None, None, None, None], view.positions[:, :, None, None, None]
+        by_slot = (view.root[:, None] + jnp.asarray(view.nodes)[None])[:, :, None, None, None]
         visible = sees(slots, by_slot, self.window) & (slots <= at)
         scores = scaled_scores(grouped(q, keys.shape[2]), seen_keys, self.scale)
         return masked_softmax(scores, seen_values, visible)[1].reshape(q.shape), scratch, None

@@ -64,7 +64,7 @@ def test_golden_blocks(name: str, size: int) -> None:
         want = np.concatenate([arrays[f"P{length}.strict.{order}.C{size}.blocks"] for length in lengths])
         groups = QueryGroups.of_tree(tree_of(arrays), range(len(arrays["parents"])), order, size)
         for page_size in (o["block"], o["block"] // 2):
-            table = jnp.arange(72 // page_size) + jnp.zeros((*selected.shape[:2], 1), jnp.int32)
+            table = jnp.arange(72 // page_size)[None, None] + jnp.zeros((*selected.shape[:2], 1), jnp.int32)
             shape = {"page_size": page_size, "block_size": o["block"], "most_blocks": o["n"]}
             tasks = jax.jit(functools.partial(group_tasks, groups=groups, **shape))
             number = np.asarray(tasks(selected, table).number).sum(axis=(1, 2))
@@ -366,7 +366,10 @@ def test_trees_route_by_groups_as_each_node_by_itself(
 
     def without(kind: Any, q: Any, compressed: Any, own: Any, view: TreeView) -> nsa_groups.Weighed:
         routing = whole(kind, q, compressed, own, view)
-        of_pages = jnp.arange(routing.weights.shape[-1]) < (view.committed // kind.kernel_stride)[:, None, None, None]
+        of_pages = (
+            jnp.arange(routing.weights.shape[-1])[None, None, None]
+            < (view.committed // kind.kernel_stride)[:, None, None, None]
+        )
         return routing._replace(weights=jnp.where(of_pages, routing.weights, 0))
 
     with program_patches(nsa, "nodes_routed", without):

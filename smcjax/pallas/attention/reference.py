@@ -20,7 +20,7 @@ LOWEST = -1e30  # a score of no weight; finite, so that a query that sees nothin
 
 
 def sees(
-    slot: Int[Array, "*slots"], position: Int[Array, "*queries"], window: int | None, first: int = 0
+    slot: Int[Array, "*#shape"], position: Int[Array, "*#shape"], window: int | None, first: int = 0
 ) -> Bool[Array, "*shape"]:
     """True where a query at `position` sees `slot`: one of the last `window` up to its own, or any of them (None).
 
@@ -80,7 +80,7 @@ def paged_attention_reference(
     slots = table_width * page_size
     k = key_pages[block_table].reshape(rows, slots, kv_heads, dim)
     v = value_pages[block_table].reshape(rows, slots, kv_heads, dim)
-    slot = jnp.arange(slots)
+    slot = jnp.arange(slots)[None]
     written = slot < lengths[:, None]
     v = jnp.where(written[:, :, None, None], v, 0)
-    return attention(q, k, v, sees(slot, positions[:, :, None], window, first), scale=scale)
+    return attention(q, k, v, sees(slot[:, None], positions[:, :, None], window, first), scale=scale)

@@ -63,16 +63,16 @@ def blockwise_paged_attention(
     def attend(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         out, top, mass = carry
         named = jax.lax.dynamic_slice_in_dim(block_table, index * pages, pages, axis=1)
-        slot = index * size + jnp.arange(size)
+        slot = index * size + jnp.arange(size)[None]
         keys, values = gathered(key_pages, named), gathered(value_pages, named)
         # A stale slot may hold another request's NaN, and 0 · NaN is NaN.
         values = jnp.where((slot < lengths[:, None])[:, None, :, None], values, 0)
         scores = jnp.einsum("rhqd,rhsd->rhqs", q, keys, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(sees(slot, position, window, first), scores, -jnp.inf)
+        scores = jnp.where(sees(slot[:, None, None], position, window, first), scores, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         kept, weights = jnp.exp(top - higher), jnp.exp(scores - higher[..., None])
         new = jnp.einsum("rhqs,rhsd->rhqd", weights.astype(values.dtype), values, precision=precision)
-        return out * kept[..., None] + new, higher, mass * kept + jnp.sum(weights, axis=-1)
+        return out * kept[..., None] + new.astype(jnp.float32), higher, mass * kept + jnp.sum(weights, axis=-1)
 
     of_query = (rows, kv_heads, columns * group)
     empty = (jnp.zeros((*of_query, dim), jnp.float32), jnp.full(of_query, LOWEST), jnp.zeros(of_query))

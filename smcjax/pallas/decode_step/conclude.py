@@ -54,7 +54,7 @@ def embedded(embed: Any, norm: Float[Array, " E"], tokens: Int[Array, "*shape"])
     """The beginning of a step over these tokens, row by row; zeros beyond them. `embed` [V, E] as in `Weights`."""
     x = matrix(embed).rows(tokens.reshape(-1))
     x = jnp.pad(x, ((0, padded_tokens(x.shape[0]) - x.shape[0]), (0, 0)))
-    return Embedded(x, (x.astype(jnp.float32) * norm.astype(jnp.float32)).astype(x.dtype))
+    return Embedded(x, (x.astype(jnp.float32) * norm.astype(jnp.float32)[None]).astype(x.dtype))
 
 
 def conclude_reference(

@@ -106,7 +106,7 @@ def kernel_pages(block_table: Int[Array, "R M"], page_size: int) -> tuple[Int[Ar
     parts = page_size // CHUNK
     if parts < 2 or page_size % CHUNK:
         return block_table, page_size
-    each = parts * block_table[:, :, None] + jnp.arange(parts, dtype=block_table.dtype)
+    each = parts * block_table[:, :, None] + jnp.arange(parts, dtype=block_table.dtype)[None, None]
     return each.reshape(len(block_table), -1), CHUNK
 
 

@@ -299,7 +299,7 @@ def sampled_head_reference(
     bit. By whole logits.
     """
     logits = jnp.dot(x, weight.T, preferred_element_type=jnp.float32) / temperature[:, None]
-    flags = (forbidden[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & jnp.uint32(1)
+    flags = (forbidden[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
     flags = jnp.moveaxis(flags, 1, 0).reshape(logits.shape) != 0
     logits = jnp.where(flags & forbids[:, None], -jnp.inf, logits)
     noise = gumbels(key_from(keys), logits.shape[1:])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -48,7 +49,10 @@ def rms_norm(x: Float[Array, "*shape E"], weight: Float[Array, " E"] | None, eps
     """x / rms(x) · weight (None: 1) in x's dtype; x / rms(x) is made in f32, and kept so for a weight in f32."""
     x32 = x.astype(jnp.float32)
     normed = x32 * _inverse_rms(x32, eps)
-    return (normed if weight is None else normed.astype(jnp.result_type(x, weight)) * weight).astype(x.dtype)
+    if weight is None:
+        return normed.astype(x.dtype)
+    dtype = np.promote_types(x.dtype, weight.dtype)
+    return (normed.astype(dtype) * jnp.broadcast_to(weight.astype(dtype), x.shape)).astype(x.dtype)
 
 
 def add_rms_norm_reference(

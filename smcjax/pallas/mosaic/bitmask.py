@@ -17,7 +17,8 @@ def packed(flags: Any) -> Shaped[Array, "*batch words"]:
     words = -(-flags.shape[-1] // WORD)
     flags = jnp.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, words * WORD - flags.shape[-1])])
     flags = flags.reshape(*flags.shape[:-1], words, WORD)
-    return jnp.sum(flags * (jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)), axis=-1, dtype=jnp.uint32)
+    bits = jnp.broadcast_to(jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32), flags.shape)
+    return jnp.sum(flags.astype(jnp.uint32) * bits, axis=-1, dtype=jnp.uint32)
 
 
 def places_of(
@@ -46,13 +47,15 @@ def places_of(
     index = jnp.zeros_like(left)
     for counts in reversed(levels):
         of = counts.reshape(*counts.shape[:-1], -1, WORD)
-        upto = jnp.sum(jnp.where(lower, of[..., None, :], 0), axis=-1)  # [..., n, 32]
+        upto = jnp.sum(
+            jnp.where(jnp.broadcast_to(lower, (*of.shape, WORD)), of[..., None, :], 0), axis=-1
+        )  # [..., n, 32]
         found = taken(upto, index[..., None], axis=-2)  # [..., width, 32]
         child = jnp.minimum(jnp.sum(found <= left[..., None], axis=-1), WORD - 1)
         left = left - jnp.where(child > 0, taken(found, jnp.maximum(child - 1, 0)[..., None])[..., 0], 0)
         index = index * WORD + child
     word = taken(words, index)
     bits_upto = np.array([(2 << bit) - 1 for bit in range(WORD)], np.uint32)
-    upto = jax.lax.population_count(word[..., None] & bits_upto)
+    upto = jax.lax.population_count(word[..., None] & jnp.broadcast_to(bits_upto, (*word.shape, WORD)))
     bit = jnp.minimum(jnp.sum(upto.astype(jnp.int32) <= left[..., None], axis=-1), WORD - 1)
     return jnp.minimum(index * WORD + bit, flags.shape[-1] - 1), jnp.minimum(number, width)

@@ -28,7 +28,7 @@ def load_pairs(t: Threads, ref: Ref, index: Word, offset: int = 0) -> list[Word]
     They are those from `index` + `offset` on, a multiple of 8; addresses with one index have one register.
     """
     if is_interpreted(t):
-        found = ref[...].reshape(-1)[index[:, None] + (jnp.arange(8) + offset)]
+        found = ref[...].reshape(-1)[index[:, None] + (jnp.arange(8)[None] + offset)]
         bits = lax.bitcast_convert_type(found, jnp.uint16)
         return [_joined(bits[:, i], bits[:, i + 1]) for i in range(0, 8, 2)]
     space, address = _beyond(t, ref, index, offset)
@@ -40,7 +40,8 @@ def load_pairs(t: Threads, ref: Ref, index: Word, offset: int = 0) -> list[Word]
 def copy_pairs(t: Threads, to: Ref, place: Word, beyond: int, ref: Ref, index: Word, offset: int) -> None:
     """Begins to copy eight numbers of bfloat16 from `index` + `offset` in GMEM to `place` + `beyond` in SMEM."""
     if is_interpreted(t):
-        here, there = place[:, None] + (jnp.arange(8) + beyond), index[:, None] + (jnp.arange(8) + offset)
+        eight = jnp.arange(8)[None]
+        here, there = place[:, None] + (eight + beyond), index[:, None] + (eight + offset)
         to[...] = to[...].reshape(-1).at[here].set(ref[...].reshape(-1)[there]).reshape(to.shape)
         return
     addresses = _beyond(t, to, place, beyond)[1], _beyond(t, ref, index, offset)[1]

@@ -421,12 +421,12 @@ class _Interpreted:
         return [self.load(ref, index + i) for i in range(4)]
 
     def load8(self, ref: Any, index: Word) -> list[Word]:
-        return list(ref[...].reshape(-1)[index[:, None] + jnp.arange(8)].astype(jnp.float32).T)
+        return list(ref[...].reshape(-1)[index[:, None] + jnp.arange(8)[None]].astype(jnp.float32).T)
 
     def store4(self, ref: Any, index: Word, words: list[Word], only: Word | None = None) -> None:
         """At once: SMEM is the warpgroup's own."""
         here = index if only is None else jnp.where(only, index, ref.size)
-        flat = ref[...].reshape(-1).at[here[:, None] + jnp.arange(4)].set(jnp.stack(words, axis=1), mode="drop")
+        flat = ref[...].reshape(-1).at[here[:, None] + jnp.arange(4)[None]].set(jnp.stack(words, axis=1), mode="drop")
         ref[...] = flat.reshape(ref.shape)
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:

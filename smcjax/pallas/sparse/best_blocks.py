@@ -30,7 +30,9 @@ MAX_CHOSEN = 64  # turns, which are written out in line
 def best_blocks_reference(ranks: Float[Array, "*rows blocks"], n: int) -> Bool[Array, "*rows blocks"]:
     """True for the `n` highest ranks of each row, of equal ones the earlier; never for −∞."""
     _, best = jax.lax.top_k(ranks, min(n, ranks.shape[-1]))
-    return jnp.any(best[..., None] == jnp.arange(ranks.shape[-1]), axis=-2) & (ranks != -jnp.inf)
+    return jnp.any(
+        best[..., None] == jax.lax.broadcasted_iota(best.dtype, (*[1] * best.ndim, ranks.shape[-1]), best.ndim), axis=-2
+    ) & (ranks != -jnp.inf)
 
 
 def _choose(

@@ -107,12 +107,12 @@ def compress(
         first, rest = jnp.split(jnp.einsum(terms, both, factor, preferred_element_type=jnp.float32), 2)
         return first + rest
 
-    x = stored + jnp.moveaxis(weight(f"position_{of}"), 0, 1)
+    x = stored + jnp.moveaxis(weight(f"position_{of}"), 0, 1)[None, None]
     vec = jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
     if phi == "linear":
         return product(vec, f"phi_{of}")
-    hidden = jax.nn.silu(product(vec, f"phi_{of}_in") + weight(f"phi_{of}_in_bias"))
-    return product(hidden, f"phi_{of}_out") + weight(f"phi_{of}_out_bias")
+    hidden = jax.nn.silu(product(vec, f"phi_{of}_in") + weight(f"phi_{of}_in_bias")[None, None])
+    return product(hidden, f"phi_{of}_out") + weight(f"phi_{of}_out_bias")[None, None]
 
 
 def compressed(

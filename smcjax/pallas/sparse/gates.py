@@ -65,7 +65,7 @@ def sigmoid_gates(
     precision = product_precision(x.dtype)
     logits = jnp.einsum("rte,hbe->rthb", x, gate, precision=precision, preferred_element_type=jnp.float32)
     logits = logits if pending is None else pending.divide(logits)
-    return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
+    return jax.nn.sigmoid(logits + bias.astype(jnp.float32)[None, None])
 
 
 def weighed_sum(

@@ -131,10 +131,12 @@ def _shared_pages(
     """
     size = tables.shape[2]
     at = jnp.moveaxis(tables, 2, 3)  # [R, g, pages, C]
-    same = (at[..., :, None] == at[..., None, :]) & present[:, None, None]
-    leads = ~jnp.any(same & np.tri(size, k=-1, dtype=bool), axis=-1) & present[:, None]
-    number = jnp.sum(jnp.where(np.tri(size, dtype=bool), leads[..., None, :], False), axis=-1) - 1
-    of_page = leads[..., None, :] & (number[..., None, :] == np.arange(min(rows, size))[:, None])  # [R, g, pages, N, C]
+    same = (at[..., :, None] == at[..., None, :]) & present[None, :, None, None]
+    leads = ~jnp.any(same & np.tri(size, k=-1, dtype=bool)[None, None, None], axis=-1) & present[None, :, None]
+    number = jnp.sum(jnp.where(np.tri(size, dtype=bool)[None, None, None], leads[..., None, :], False), axis=-1) - 1
+    of_page = leads[..., None, :] & (
+        number[..., None, :] == np.arange(min(rows, size))[None, None, None, :, None]
+    )  # [R, g, pages, N, C]
     members = jnp.any(of_page[..., None] & same[..., None, :, :], axis=-2)
     return jnp.sum(jnp.where(of_page, at[..., None, :], 0), axis=-1), packed(members)
 
@@ -147,7 +149,7 @@ def _tasks_at(
     in_page: int,
 ) -> Tasks:
     """The first `number` of these tasks; the others name nothing."""
-    there = jnp.arange(place.shape[3]) < number[..., None]
+    there = jnp.arange(place.shape[3])[None, None, None] < number[..., None]
     return Tasks(
         unit=jnp.where(there, page * in_page + place % in_page, 0).astype(jnp.int32),
         place=jnp.where(there, place, 0).astype(jnp.int32),
@@ -179,7 +181,7 @@ def tasks_of_blocks_reference(
     """
     units, most = min(selected.shape[3] * parts, pages.shape[2] * in_page), pages.shape[3]
     of_unit = np.arange(units)
-    chosen = packed(jnp.moveaxis(groups.split(selected) & groups.present[..., None, None], 2, 4))
+    chosen = packed(jnp.moveaxis(groups.split(selected) & groups.present[None, ..., None, None], 2, 4))
     wanted = chosen[:, :, :, of_unit // parts, None]  # [R, g, S, units, N, words]
     if members is not None:
         wanted = wanted & members[:, :, None, of_unit // in_page]
@@ -226,7 +228,7 @@ def span_tasks(
     if rows == 1:
         found = _one_run(low, high, table, groups, most, unit=unit, in_page=page_size // unit)
     else:
-        first = jnp.arange(table.shape[2] * page_size // unit) * unit
+        first = jnp.arange(table.shape[2] * page_size // unit)[None, None] * unit
         inside = _meets(first, unit, low[..., None], high[..., None])
         shape = {"parts": 1, "in_page": page_size // unit, "rows": rows}
         found = _tasks(inside[:, :, None], table, groups, most, **shape, once=True)
@@ -256,11 +258,11 @@ def _one_run(
     units = table.shape[2] * in_page
     width = min(most, units)
     low, high = groups.split(low), jnp.minimum(groups.split(high), units * unit - 1)
-    sees = groups.present & (low <= high)  # [R, g, C]
+    sees = groups.present[None] & (low <= high)  # [R, g, C]
     begin = jnp.min(jnp.where(sees, low // unit, units), axis=2)
     end = jnp.max(jnp.where(sees, high // unit + 1, 0), axis=2)
     number = jnp.clip(end - begin, 0, width)
-    place = jnp.minimum(begin[..., None] + jnp.arange(width), units - 1)  # [R, g, K]
+    place = jnp.minimum(begin[..., None] + jnp.arange(width)[None, None], units - 1)  # [R, g, K]
     page = table[np.arange(len(table))[:, None, None], 0, place // in_page]
     inside = sees[:, :, None] & _meets(place[..., None] * unit, unit, low[:, :, None], high[:, :, None])
     place, page, queries, number = (x[:, :, None] for x in (place, page, packed(inside), number))
@@ -311,7 +313,7 @@ def _attended(
 ) -> tuple[Part, Float[Array, "R g S C heads _"]]:
     """The part, and the scores of each group's queries with the slots of all of its tasks, K·u; heads are H/S."""
     sets, dim = tasks.unit.shape[2], q.shape[3]
-    slot = tasks.place[..., None] * unit + jnp.arange(unit)  # [R, g, S, K, u]
+    slot = tasks.place[..., None] * unit + jnp.arange(unit)[None, None, None, None]  # [R, g, S, K, u]
     low, high = (groups.split(x)[:, :, None, :, None, None] for x in (low, high))
     own = jnp.moveaxis(_has_part(tasks, groups.size), -1, 3)[..., None]
     visible = own & (slot[:, :, :, None] >= low) & (slot[:, :, :, None] <= high)
@@ -338,7 +340,7 @@ def _attended(
 def _has_part(tasks: Tasks, size: int) -> Bool[Array, "R g S K C"]:
     """True for the queries of a group of `size` that have a part in a task."""
     query, words = np.arange(size), tasks.queries.shape[-1]
-    return tasks.queries[..., np.minimum(query // WORD, words - 1)] >> (query % WORD) & 1 == 1
+    return tasks.queries[..., np.minimum(query // WORD, words - 1)] >> (query % WORD)[None, None, None, None] & 1 == 1
 
 
 def _gathered(pool: Float[Array, "P B Hkv D"], units: Int[Array, "R g S K"], unit: int) -> Float[Array, "R g S _ D"]:
@@ -388,7 +390,7 @@ def grouped_scores_reference(
     part, scores = _attended(q, key_pages, value_pages, tasks, groups, low, high, unit, scale)
     scores = jnp.moveaxis(scores, 3, 2)  # [R, g, C, S, H/S, K·u]
     own = jnp.moveaxis(_has_part(tasks, groups.size), -1, 2)[..., None]  # [R, g, C, S, K, 1]
-    slot = tasks.place[:, :, None, ..., None] * unit + jnp.arange(unit)
+    slot = tasks.place[:, :, None, ..., None] * unit + jnp.arange(unit)[None, None, None, None, None]
     slot = jnp.where(own, slot, slots).reshape(*own.shape[:4], -1)  # behind the last: nowhere
     of_head = (x[..., None] for x in np.ogrid[tuple(map(slice, scores.shape[:5]))])
     kept = jnp.zeros((*scores.shape[:5], slots)).at[*of_head, slot[..., None, :]].set(scores, mode="drop")

@@ -72,7 +72,7 @@ def test_windows_and_scales_equal_numpy(window: int | None, scale: float | None)
     expected = oracle(inputs["q"], k, v, inputs["positions"], window, scale)
     got = _paged(**inputs, window=window, scale=scale)
     np.testing.assert_allclose(got, expected, atol=2e-6)
-    visible = sees(jnp.arange(k.shape[1]), jnp.asarray(inputs["positions"][:, :, None]), window)
+    visible = sees(jnp.arange(k.shape[1])[None, None], jnp.asarray(inputs["positions"][:, :, None]), window)
     dense = attention(jnp.asarray(inputs["q"]), jnp.asarray(k), jnp.asarray(v), visible, scale=scale)
     np.testing.assert_allclose(dense, expected, atol=2e-6)
     if window is not None and window <= 6:

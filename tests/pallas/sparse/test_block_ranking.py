@@ -96,7 +96,7 @@ def drawn(case: Case, seed: int = 0) -> Kept:
         kept[group, :, rows_of, seen] = products[group, :, rows_of, seen]
     rounded = jnp.asarray(kept.astype(np.float16))
     by_query = by_queries(rounded, case)
-    slot = jnp.arange(slots)
+    slot = jnp.arange(slots)[None, None]
     seen_by = ((slot >= low[..., None]) & (slot <= high[..., None]))[:, :, None]
     lse = jax.nn.logsumexp(jnp.where(seen_by, by_query, -jnp.inf), axis=-1)
     return Kept(rounded, lse, low, high)
@@ -113,7 +113,7 @@ def by_queries(products: jax.Array, case: Case) -> jax.Array:
 
 def scores_by_xla(case: Case, kept: Kept) -> jax.Array:
     """Scores of blocks as a layer has them elsewhere."""
-    slot = jnp.arange(kept.products.shape[-1])
+    slot = jnp.arange(kept.products.shape[-1])[None, None]
     seen = ((slot >= kept.low[..., None]) & (slot <= kept.high[..., None]))[:, :, None]
     weights = jnp.where(seen, jnp.exp(by_queries(kept.products, case) - kept.lse[..., None]), 0)
     of_sets = weights.reshape(*weights.shape[:2], case.sets, case.heads, -1).sum(axis=3)
@@ -143,7 +143,9 @@ def test_kernel_selects_what_xla_does(name: str) -> None:
     assert (late != want).any()
     if case.levels is not None:
         _, best = jax.lax.top_k(ranks[..., ::-1], n)
-        later = jnp.any(best[..., None] == jnp.arange(case.blocks), axis=-2)[..., ::-1] & (ranks != -jnp.inf)
+        later = jnp.any(best[..., None] == jnp.arange(case.blocks)[None, None, None, None], axis=-2)[..., ::-1] & (
+            ranks != -jnp.inf
+        )
         assert (later != want).any()
 
 
