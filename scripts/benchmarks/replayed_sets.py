@@ -97,7 +97,7 @@ class Replay:
         words = jnp.asarray(np.pad(stored, [(0, 0)] * 3 + [(0, max(0, -(-blocks // WORD) - stored.shape[-1]))]))
         words = (words ^ never.astype(jnp.uint32))[..., None]
         bits = jnp.broadcast_to(words, (*words.shape[:-1], WORD)).reshape(*words.shape[:3], -1)[..., :blocks]
-        block, own = jnp.arange(blocks), positions[:, :, None, None] // self.kind.block_size
+        block, own = jnp.arange(blocks)[None, None, None], positions[:, :, None, None] // self.kind.block_size
         alike = (bits >> (block % WORD).astype(jnp.uint32)) & 1 != 0
         # A query with no more blocks than it may have has them all.
         replayed = (block <= own) & (alike | self.kind.forced(block, own) | (own < self.kind.num_blocks))

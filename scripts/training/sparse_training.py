@@ -57,9 +57,9 @@ def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, "R Q"]) 
 
     def of_row(row: tuple[jax.Array, ...]) -> jax.Array:
         positions, q, keys, compressed_keys = row
-        block, own = jnp.arange(blocks), positions[:, None] // kind.block_size
-        free = ((block <= own) & ~kind.forced(block, own))[:, None]
-        visible = jnp.arange(length) <= positions[:, None]
+        block, own = jnp.arange(blocks)[None], positions[:, None] // kind.block_size
+        free = ((block <= own) & ~kind.forced(block, own))[:, None].astype(jnp.float32)
+        visible = jnp.arange(length)[None] <= positions[:, None]
         mass = jax.lax.stop_gradient(weights_of(q, keys, visible)).mean(axis=2)
         mass = jnp.pad(mass, [(0, 0), (0, 0), (0, blocks * kind.block_size - length)])
         mass = mass.reshape(*mass.shape[:2], blocks, -1).sum(-1) * free
@@ -166,10 +166,10 @@ def windowed(
         before = jnp.pad(x, [(0, 0), (1, 0), (0, 0), (0, 0), (0, 0)])[:, :-1]
         return jnp.concatenate([before, x], axis=2).reshape(-1, 2 * window, *x.shape[3:])
 
-    query, key = jnp.arange(window)[:, None] + window, jnp.arange(2 * window)
+    query, key = jnp.arange(window)[:, None] + window, jnp.arange(2 * window)[None]
     near = (key <= query) & (key > query - window)
-    there = (jnp.arange(chunks) > 0)[:, None, None] | (key >= window)
-    mask = jnp.tile((near & there)[:, None], (rows, 1, 1, 1))
+    there = (jnp.arange(chunks) > 0)[:, None, None] | (key >= window)[None]
+    mask = jnp.tile((near[None] & there)[:, None], (rows, 1, 1, 1))
     out = fused(implementation, cut(q).reshape(-1, window, *q.shape[2:]), with_before(k), with_before(v), mask=mask)
     return out.reshape(rows, chunks * window, *q.shape[2:])[:, :length]
 
@@ -205,7 +205,9 @@ def selection(
 
         def take(_: Any, left: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             ranked, taken = left
-            best = jnp.arange(blocks) == jnp.argmax(ranked, axis=-1, keepdims=True)  # of equal ones the first
+            best = jnp.arange(blocks)[None, None] == jnp.argmax(
+                ranked, axis=-1, keepdims=True
+            )  # of equal ones the first
             best &= ranked > -jnp.inf
             return jnp.where(best, -jnp.inf, ranked), taken | best
 
@@ -221,4 +223,4 @@ def rows_at_once(length: int) -> int:
 
 def _complete(kind: NSA, positions: Int[Array, " T"], tokens: int) -> Bool[Array, "T N"]:
     """True for the compressed tokens that a query at each position sees."""
-    return kind.compressed_array().ends(tokens) <= positions[:, None]
+    return kind.compressed_array().ends(tokens)[None] <= positions[:, None]

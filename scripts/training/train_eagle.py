@@ -120,7 +120,7 @@ def unrolled(
         q = q.reshape(*q.shape[:2], all_keys.shape[2], -1, q.shape[-1]) / np.sqrt(q.shape[-1]).astype(np.float32)
         q = q.astype(features.dtype)
         scores = jnp.einsum("bihgd,bmhd->bihgm", q, all_keys, preferred_element_type=jnp.float32)
-        visible = jnp.arange(all_keys.shape[1]) <= index[:, None] - step
+        visible = jnp.arange(all_keys.shape[1])[None] <= index[:, None] - step
         parts = [jnp.where(visible[None, :, None, None], scores, -jnp.inf)]
         # Entry i sees of step s the one that its own chain made: the entry step − s before.
         own = range(1, step + 1)
@@ -166,11 +166,11 @@ def loss_of(
         law, losses, agreed = jax.nn.softmax(wanted), [], []
         for step, x in enumerate(outputs):
             logits = eagle_logits(config, params, x)
-            counted = weights[:, 1 + first :] * (jnp.arange(x.shape[1]) >= step)
+            counted = jnp.where((jnp.arange(x.shape[1]) >= step)[None], weights[:, 1 + first :], 0)
             nll = -(law * jax.nn.log_softmax(logits)).sum(axis=-1)
             losses.append(DECAY**step * (nll * counted).sum() / counted.sum())
             right = logits.argmax(axis=-1) == wanted.argmax(axis=-1)
-            agreed.append((right * counted).sum() / counted.sum())
+            agreed.append(jnp.where(right, counted, 0).sum() / counted.sum())
     return jnp.stack(losses).sum(), jnp.stack(agreed)
 
 

@@ -149,7 +149,7 @@ def row_losses(
 def surprise(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """-log p of `targets` [B, T] under `logits` [B, T, V]."""
     # logits[targets], written so that it fuses in both directions.
-    chosen = jnp.where(targets[..., None] == jnp.arange(logits.shape[-1]), logits, 0.0).sum(-1)
+    chosen = jnp.where(targets[..., None] == jnp.arange(logits.shape[-1])[None, None], logits, 0.0).sum(-1)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 

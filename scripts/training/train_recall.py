@@ -138,9 +138,9 @@ class Losses(NamedTuple):
 
 def losses(config: ModelConfig, params: Params, tokens: jax.Array, stage: Stage, args: Any) -> Losses:
     """The losses of `tokens` [R, T], with attention as in a stage."""
-    routing, answer = [], in_answers(tokens) & (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)
+    routing, answer = [], in_answers(tokens) & (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)[None]
     # Of each row, places in answers first, at random: there is something to look for.
-    order = jax.random.uniform(jax.random.key(0), tokens.shape) + answer
+    order = jax.random.uniform(jax.random.key(0), tokens.shape) + answer.astype(jnp.float32)
     queries = jax.lax.top_k(order, min(args.routing_queries, tokens.shape[1]))[1]
     attend = attend_by(args.implementation, config, dense=stage.dense)
 
@@ -154,7 +154,8 @@ def losses(config: ModelConfig, params: Params, tokens: jax.Array, stage: Stage,
     nll = surprise(logits, jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))))
     weights = jnp.where(answer, 1.0, args.other_weight).at[:, -1].set(0.0)
     weighted, routed = (weights * nll).sum() / weights.sum(), sum(routing, jnp.float32(0))
-    return Losses((answer * nll).sum() / answer.sum(), weighted, routed)
+    counted = answer.astype(nll.dtype)
+    return Losses((counted * nll).sum() / counted.sum(), weighted, routed)
 
 
 def compressing(params: Any) -> Any:

@@ -68,7 +68,7 @@ def acceptance_scan_reference(draft: Int[Array, "b g"], target: Int[Array, "b g1
             f"draft is [b, γ] = {draft.shape}, so target must be [b, γ + 1] = {(rows, gamma + 1)}, "
             f"the bonus position included; got {target.shape}."
         )
-    position = jnp.where(draft != target[:, :gamma], jnp.arange(gamma, dtype=jnp.int32), gamma)
+    position = jnp.where(draft != target[:, :gamma], jnp.arange(gamma, dtype=jnp.int32)[None], gamma)
     lengths = position.min(axis=1, initial=gamma)
     following = jnp.take_along_axis(target, lengths[:, None], axis=1)[:, 0]
     return Acceptance(lengths, lengths < gamma, following, jnp.cumsum(lengths, dtype=jnp.int32) - lengths)

@@ -34,7 +34,8 @@ def config_of(kind: AttentionKind) -> ModelConfig:
 
 def squares(attend: Attend, config: ModelConfig, tokens: jax.Array, params: Params) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return (hidden_states(config, params, tokens, positions, attend) ** 2 * jnp.arange(config.hidden_size)).mean()
+    weights = jnp.arange(config.hidden_size, dtype=jnp.float32)[None, None]
+    return (hidden_states(config, params, tokens, positions, attend) ** 2 * weights).mean()
 
 
 @functools.cache
