@@ -90,21 +90,21 @@ class Length:
     per_token: float = 0.1
 
     def log_value(self, answers: smc.Answers) -> Any:
-        return self.per_token * (answers.end - answers.begin)
+        return self.per_token * (answers.end - answers.begin).astype(float)
 
 
 class Whole(Length):
     """A mistake: the prompt counts."""
 
     def log_value(self, answers: smc.Answers) -> Any:
-        return self.per_token * (answers.tokens[:, 0] + answers.end)
+        return self.per_token * (answers.tokens[:, 0] + answers.end).astype(float)
 
 
 class Shared(Length):
     """A mistake: a row's value depends on the longest row."""
 
     def log_value(self, answers: smc.Answers) -> Any:
-        return self.per_token * (answers.end - answers.end.max())
+        return self.per_token * (answers.end - answers.end.max()).astype(float)
 
 
 @dataclasses.dataclass

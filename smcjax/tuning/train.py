@@ -105,7 +105,7 @@ def train(
             cast = jax.tree.map(lambda leaf: leaf.astype(compute), params)
             total, weight = objective(log_p, laws.log_q(cast, batch), batch)
             # Not by the batch's own number of tokens, so that a token weighs the same in a short batch.
-            count = jnp.maximum(jnp.sum(batch.counted), 1)
+            count = jnp.maximum(jnp.sum(batch.counted), 1).astype(jnp.float32)
             return total / weight * count / mean_tokens, total / weight
 
         gradient, own = jax.grad(loss, has_aux=True)(params)
