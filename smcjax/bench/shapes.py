@@ -8,60 +8,32 @@ from smcjax.sparse.nsa import NSA
 
 ATTENTIONS: dict[str, AttentionKind] = {"nsa": NSA(), "nsa-shared": NSA(kv="shared")}  # instead of a shape's own
 
+
+def _llama(
+    hidden_size: int, intermediate_size: int, layers: int, heads: int, head_dim: int = 128, factor: float = 8.0
+) -> ModelConfig:
+    """The shape of a Llama 3; the smallest, with heads of 64, has one matrix for embedding and head."""
+    return ModelConfig(
+        vocab_size=128_256,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        layers=(LayerSpec(rope=Rope(500_000.0, RopeScaling(factor, 1.0, 4.0, 8192))),),
+        tie_embeddings=head_dim == 64,
+        dtype="bfloat16",
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+    )
+
+
 SHAPES: dict[str, ModelConfig] = {
-    "llama-3.2-1b": ModelConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        layers=(LayerSpec(rope=Rope(500_000.0, RopeScaling(32.0, 1.0, 4.0, 8192))),),
-        tie_embeddings=True,
-        dtype="bfloat16",
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-    ),
-    "llama-3.1-8b": ModelConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        layers=(LayerSpec(rope=Rope(500_000.0, RopeScaling(8.0, 1.0, 4.0, 8192))),),
-        dtype="bfloat16",
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-    ),
-    "llama-3.1-70b": ModelConfig(
-        vocab_size=128_256,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        layers=(LayerSpec(rope=Rope(500_000.0, RopeScaling(8.0, 1.0, 4.0, 8192))),),
-        dtype="bfloat16",
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-    ),
-    "llama-3.1-405b": ModelConfig(
-        vocab_size=128_256,
-        hidden_size=16_384,
-        intermediate_size=53_248,
-        num_layers=126,
-        num_heads=128,
-        num_kv_heads=8,
-        head_dim=128,
-        layers=(LayerSpec(rope=Rope(500_000.0, RopeScaling(8.0, 1.0, 4.0, 8192))),),
-        dtype="bfloat16",
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-    ),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, factor=32.0),
+    "llama-3.1-8b": _llama(4096, 14_336, 32, 32),
+    "llama-3.1-70b": _llama(8192, 28_672, 80, 64),
+    "llama-3.1-405b": _llama(16_384, 53_248, 126, 128),
     "tiny-draft": ModelConfig(
         vocab_size=512,
         hidden_size=64,

@@ -17,13 +17,12 @@ from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, shortened
 from smcjax.matmul import Quantized
-from smcjax.model.attention import Weights
 from smcjax.model.config import ModelConfig
 from smcjax.model.gguf import GGUF_NAMES, ends_by_name, read_gguf
 from smcjax.model.hf_config import ReadConfig, read_config
 from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetched_model, is_hub_id, packaged_model
 from smcjax.model.parallel import TensorParallel, layouts
-from smcjax.model.params import LayerParams, Params, num_params, param_shapes, qk_norm_widths
+from smcjax.model.params import Params, num_params, param_shapes
 from smcjax.model.quantize import streamed
 from smcjax.model.tensor_files import Source, TensorFile, Tensors, refuse_companions, with_scales
 from smcjax.quantization import QUANTIZATIONS, Quantization, check_quantization
@@ -52,49 +51,21 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
 
     `names` are a family's (`smcjax.model.families`) or GGUF's; `norm_offset` is added to the stored norms.
     """
-    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
-    q = config.num_heads * d
+    q, kv, f = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
 
-    def stack(index: int, *parts: tuple[str, int], suffix: str = "weight", offset: float = 0.0) -> Stack:
-        return Stack(tuple((f"{names[part].format(index)}.{suffix}", rows) for part, rows in parts), offset)
+    def stack(path: Any, array: jax.ShapeDtypeStruct) -> Stack:
+        layer, last = path[1].idx if len(path) > 1 else 0, path[-1]
+        if isinstance(last, jax.tree_util.DictKey):  # of the kind of attention, under the place of its projections
+            return Stack(((f"{names['attention'].format(layer)}.{last.key}", array.shape[0]),))
+        field, suffix = last.name.removesuffix("_bias"), "bias" if last.name.endswith("_bias") else "weight"
+        keys = config.layer(layer).attention.kv_pairs * kv
+        fused = {"qkv": (("q", q), ("k", keys), ("v", keys)), "gate_up": (("gate", f), ("up", f))}
+        parts = fused.get(field, ((field, array.shape[0]),))
+        stored = tuple((f"{names[part].format(layer)}.{suffix}", rows) for part, rows in parts)
+        return Stack(stored, norm_offset if field.endswith("_norm") else 0.0)
 
-    def norm(index: int, part: str, rows: int) -> Stack:
-        return stack(index, (part, rows), offset=norm_offset)
-
-    def own(index: int, shapes: Weights | None) -> Any:
-        """Names of the weights of a kind of attention, under the place of its projections."""
-        place = names["attention"].format(index) if shapes else ""
-        return shapes and {name: Stack(((f"{place}.{name}", shape.shape[0]),)) for name, shape in shapes.items()}
-
-    def layer(i: int) -> LayerParams:
-        spec = config.layer(i)
-        kv = spec.attention.kv_pairs * config.num_kv_heads * d
-        qkv, gate_up, o, down = (("q", q), ("k", kv), ("v", kv)), (("gate", f), ("up", f)), ("o", e), ("down", e)
-        of_q, of_k = qk_norm_widths(config, spec)
-        return LayerParams(
-            attn_norm=norm(i, "attn_norm", e) if spec.pre_norms else None,
-            qkv=stack(i, *qkv),
-            qkv_bias=stack(i, *qkv, suffix="bias") if spec.qkv_bias else None,
-            q_norm=norm(i, "q_norm", of_q) if spec.qk_norm else None,
-            k_norm=norm(i, "k_norm", of_k) if spec.qk_norm else None,
-            o=stack(i, o),
-            o_bias=stack(i, o, suffix="bias") if spec.o_bias else None,
-            mlp_norm=norm(i, "mlp_norm", e) if spec.pre_norms else None,
-            gate_up=stack(i, *gate_up),
-            gate_up_bias=stack(i, *gate_up, suffix="bias") if spec.mlp_bias else None,
-            down=stack(i, down),
-            down_bias=stack(i, down, suffix="bias") if spec.mlp_bias else None,
-            attn_post_norm=norm(i, "attn_post_norm", e) if spec.post_norms else None,
-            mlp_post_norm=norm(i, "mlp_post_norm", e) if spec.post_norms else None,
-            attention=own(i, spec.attention.param_shapes(config, config.dtype)),
-        )
-
-    return Params(
-        embed=stack(0, ("embed", config.vocab_size)),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=norm(0, "final_norm", e),
-        lm_head=None if config.tie_embeddings else stack(0, ("lm_head", config.vocab_size)),
-    )
+    found: Params = jax.tree_util.tree_map_with_path(stack, param_shapes(config, config.dtype))
+    return found
 
 
 def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None) -> Path:

@@ -46,6 +46,15 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _OWN = ("draft_vocab_size", "target_hidden_size", "eagle_config", _LAYERS)
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")  # left over from the target's config
 _EMBED, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+_NAMES = {  # of tensors, without ".weight", by part of `EagleParams`
+    "embed": "embed_tokens",
+    "embed_norm": "midlayer.input_layernorm",
+    "feature_norm": "midlayer.hidden_norm",
+    **{part: f"midlayer.self_attn.{part}_proj" for part in "qkvo"},
+    "mlp_norm": "midlayer.post_attention_layernorm",
+    **{part: f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "final_norm": "norm",
+}
 
 
 def is_eagle(directory: str | os.PathLike[str]) -> bool:
@@ -214,29 +223,17 @@ def save_eagle(directory: str | os.PathLike[str], config: EagleConfig, params: E
 def _names(config: EagleConfig, *, embed: bool, lm_head: bool) -> EagleParams:
     """A tree like `eagle_shapes` of the tensors that each array stacks."""
     layer = config.layer
-    e, f, q, kv = (
-        layer.hidden_size,
-        layer.intermediate_size,
-        layer.num_heads * layer.head_dim,
-        layer.num_kv_heads * layer.head_dim,
-    )
+    q, kv, f = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
+    fused = {"qkv": (("q", q), ("k", kv), ("v", kv)), "gate_up": (("gate", f), ("up", f))}
 
-    def stack(**parts: int) -> Stack:
-        return Stack(tuple((f"{name.replace('__', '.')}.weight", rows) for name, rows in parts.items()))
+    def stack(path: Any, array: jax.ShapeDtypeStruct) -> Stack:
+        field = path[-1].name
+        parts = fused.get(field, ((field, array.shape[0]),))
+        return Stack(tuple((f"{_NAMES.get(part, part)}.weight", rows) for part, rows in parts))
 
-    return EagleParams(
-        fc=stack(fc=e),
-        embed=stack(embed_tokens=layer.vocab_size) if embed else None,
-        embed_norm=stack(midlayer__input_layernorm=e),
-        feature_norm=stack(midlayer__hidden_norm=e),
-        qkv=stack(midlayer__self_attn__q_proj=q, midlayer__self_attn__k_proj=kv, midlayer__self_attn__v_proj=kv),
-        o=stack(midlayer__self_attn__o_proj=e),
-        mlp_norm=stack(midlayer__post_attention_layernorm=e),
-        gate_up=stack(midlayer__mlp__gate_proj=f, midlayer__mlp__up_proj=f),
-        down=stack(midlayer__mlp__down_proj=e),
-        final_norm=stack(norm=e),
-        lm_head=stack(lm_head=config.draft_vocab_size) if lm_head else None,
-    )
+    shapes = eagle_shapes(config, "float32", embed=embed, lm_head=lm_head)
+    found: EagleParams = jax.tree_util.tree_map_with_path(stack, shapes)
+    return found
 
 
 def _token_ids(path: Path, config: EagleConfig, files: Mapping[str, TensorFile]) -> np.ndarray | None:

@@ -201,73 +201,34 @@ def _prepared_head(params: EagleParams) -> EagleParams:
 def prepared_models(
     models: Models, quantization: str | None, draft_quantization: str | None, implementation: str
 ) -> Models:
-    """`models` with the weights of each `prepared`, and configs that say so; what they share, once."""
-    if models.disaggregated is not None:
-        return _prepared_on_both(models, models.disaggregated, quantization, draft_quantization, implementation)
-    target_params, draft_params = models.target_params, models.draft_params
-    if models.parallel is not None:
-        return _prepared_on_all(models, models.parallel, quantization, draft_quantization, implementation)
-    if isinstance(draft_params, EagleParams):
-        target_params = prepared(target_params, models.target, quantization, implementation)
-        draft_params = _prepared_head(draft_params).joined(target_params.embed, target_params.unembed)
-        kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
-        return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
-    if draft_params is not None and models.shared is None:
-        assert models.draft is not None
-        draft_params = prepared(draft_params, models.draft, draft_quantization, implementation)
-    target_params = prepared(target_params, models.target, quantization, implementation)
-    if models.shared is not None:
-        draft_params = drop_layers(models.target, target_params, models.shared)[1]
-    kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
-    return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
+    """`models` with the weights of each `prepared`, and configs that say so; what they share, once on each device.
 
+    A head that several devices divide gets what it shares with the target in its programs alone.
+    """
+    parallel, several = models.parallel, models.parallel or models.disaggregated
 
-def _prepared_on_all(
-    models: Models,
-    parallel: TensorParallel,
-    quantization: str | None,
-    draft_quantization: str | None,
-    implementation: str,
-) -> Models:
-    """`prepared_models` on several devices. A head gets what it shares with the target in its programs alone."""
-    target_params = parallel.placed(
-        models.target, prepared(models.target_params, models.target, quantization, implementation)
-    )
-    draft_params = models.draft_params
+    def placed(config: ModelConfig, params: Params, divisor: TensorParallel | None) -> Params:
+        """Divided by `divisor`, else whole on each device."""
+        if divisor is not None:
+            return divisor.placed(config, params)
+        return params if several is None else several.whole(params)
+
+    target_params = prepared(models.target_params, models.target, quantization, implementation)
+    target_params = placed(models.target, target_params, parallel)
+    draft_params: Any = models.draft_params
     if models.shared is not None:
         draft_params = drop_layers(models.target, target_params, models.shared)[1]
     elif isinstance(draft_params, EagleParams):
-        draft_params = parallel.whole(_prepared_head(draft_params))
-    elif draft_params is not None:
-        assert models.draft is not None
+        draft_params = _prepared_head(draft_params)
+        if parallel is None:
+            draft_params = draft_params.joined(target_params.embed, target_params.unembed)
+        draft_params = draft_params if several is None else several.whole(draft_params)
+    elif models.draft is not None:
         draft_params = prepared(draft_params, models.draft, draft_quantization, implementation)
-        divided = models.draft_divided
-        draft_params = (
-            parallel.by_layers.placed(models.draft, draft_params) if divided else parallel.whole(draft_params)
-        )
+        divisor = parallel.by_layers if parallel is not None and models.draft_divided else None
+        draft_params = placed(models.draft, draft_params, divisor)
     kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
-
-
-def _prepared_on_both(
-    models: Models,
-    disaggregated: TensorParallel,
-    quantization: str | None,
-    draft_quantization: str | None,
-    implementation: str,
-) -> Models:
-    """`prepared_models` whole on each of two devices. What the models share, each device has once as well."""
-    on_one = dataclasses.replace(models, disaggregated=None)
-    found = prepared_models(on_one, quantization, draft_quantization, implementation)
-    target_params = disaggregated.whole(found.target_params)
-    draft_params = found.draft_params
-    if models.shared is not None:
-        draft_params = drop_layers(models.target, target_params, models.shared)[1]
-    else:
-        draft_params = disaggregated.whole(draft_params)
-    return dataclasses.replace(
-        found, target_params=target_params, draft_params=draft_params, disaggregated=disaggregated
-    )
 
 
 def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Models:
