@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from smcjax.checks import FLAG, Rule, require
 from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, NeedsExact, Rejection
 from smcjax.decoders.smc import Selection
 from smcjax.normalize import names_unknown, normalize_fields
@@ -134,10 +135,8 @@ class Auto:
 
     def __post_init__(self) -> None:
         normalize_fields(self)
-        if not isinstance(self.profile, str | os.PathLike | None):
-            raise ValueError(f"profile must be the path of a file, or None, got {self.profile!r}.")
-        if not isinstance(self.evidence, bool):
-            raise ValueError(f"evidence must be True or False, got {self.evidence!r}.")
+        path = Rule(lambda value: isinstance(value, str | os.PathLike | None), "the path of a file, or None")
+        require(vars(self), {"profile": path, "evidence": FLAG})
         self._population()  # whose checks are those of the fields
         self.choose(has_draft=True, candidates_pay=False)
 

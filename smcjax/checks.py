@@ -1,35 +1,66 @@
-"""Checks of the options of decoders: each raises one sentence that names the option and the value seen."""
+"""Rules for values that users give: what holds, and what a value must be in the sentence where it does not."""
 
 from __future__ import annotations
 
-from smcjax.sparse.verification import SparseVerification
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-_MOST = {"n_particles": 1024, "n_candidates": 1024, "gamma": 64}
-
-
-def check_sizes(options: object, *names: str) -> None:
-    """Raises ValueError where one of these attributes of `options` is no whole number within its bounds."""
-    for name in names:
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
-            raise ValueError(f"{name} must be a whole number from 1 to {_MOST[name]}, got {value!r}.")
+from smcjax.normalize import short
 
 
-def check_draft_temperature(value: object, coldest: float) -> None:
-    """Raises ValueError for what is neither None nor a temperature from `coldest` on."""
-    if value is not None and not is_number(value, coldest, 1e3):
-        raise ValueError(
-            f"draft_temperature must be a number from {coldest:g} to 1000, or None to follow the request's "
-            f"temperature, got {value!r}."
-        )
+class Rule(NamedTuple):
+    """A rule for a value: whether one keeps it, and what a value must be, in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
 
 
-def check_sparse(value: object) -> None:
-    """Raises ValueError for what does not say how a sparse target verifies."""
-    if not isinstance(value, SparseVerification | None):
-        raise ValueError(f"sparse must be SparseVerification(...) or None, got {value!r}.")
+def require(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raises ValueError for the first of these rules that the value of its name breaks, with name, words and value."""
+    for name, rule in rules.items():
+        if not rule.holds(values[name]):
+            raise ValueError(f"{name} must be {rule.words}, got {short(values[name])}.")
 
 
-def is_number(value: object, least: float, most: float) -> bool:
-    """True for a number within these bounds, which NaN is not."""
+def is_whole(value: Any, least: float, most: float = math.inf) -> bool:
+    """True for a whole number within these bounds, which no bool is."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def is_number(value: Any, least: float, most: float = math.inf) -> bool:
+    """True for a number within these bounds, which NaN and bools are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def whole(least: int, most: int | None = None) -> Rule:
+    """A whole number within these bounds; `most` None: there is no upper one."""
+    if most is None:
+        return Rule(lambda value: is_whole(value, least), f"a whole number of at least {least}")
+    return Rule(lambda value: is_whole(value, least, most), f"a whole number from {least} to {most}")
+
+
+def number(least: float, most: float) -> Rule:
+    """A number within these bounds."""
+    return Rule(lambda value: is_number(value, least, most), f"a number from {least:g} to {most:g}")
+
+
+def one_of(*known: str) -> Rule:
+    """One of these texts."""
+    return Rule(lambda value: value in known, f"one of {', '.join(known)}")
+
+
+def either(*known: str) -> Rule:
+    """One of these few texts, which the sentence quotes."""
+    return Rule(lambda value: value in known, " or ".join(map(repr, known)))
+
+
+def or_none(rule: Rule, words: str = ", or None") -> Rule:
+    """The rule, which None keeps too; `words` say so behind the rule's own."""
+    return Rule(lambda value: value is None or rule.holds(value), rule.words + words)
+
+
+FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
+FLAG_OR_NONE = Rule(lambda value: isinstance(value, bool | None), "True, False or None")
+SHARE = Rule(lambda value: is_number(value, 0, 1) and value > 0, "above 0 and at most 1")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from smcjax.checks import check_sparse
-from smcjax.decoders.base import Decoding, Speculation, in_words
+from smcjax.checks import require
+from smcjax.decoders.base import SPARSE, Decoding, Speculation, in_words
 from smcjax.normalize import names_unknown
 from smcjax.sparse.verification import SparseVerification
 
@@ -28,7 +28,7 @@ class Autoregressive(Decoding):
     sparse: SparseVerification | None = None
 
     def __post_init__(self) -> None:
-        check_sparse(self.sparse)
+        require(vars(self), {"sparse": SPARSE})
         if self.sparse is not None and self.sparse.queries > 1:
             raise ValueError(
                 f"sparse has mode {self.sparse.mode!r} for groups of {self.sparse.queries}, and the target alone has "

@@ -6,11 +6,16 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Protocol
 
+from smcjax.checks import Rule, number, or_none, whole
 from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import DraftTree
 
 MAX_ALTERNATIVES = 20  # of the likeliest tokens at a position whose log-probabilities are reported
 COLDEST = 0.01  # T_q at least: a draft's log q is rounded where logits/T_q are, which are not taken relative
+# Rules for options that several decoders have.
+SIZES = {"n_particles": whole(1, 1024), "n_candidates": whole(1, 1024), "gamma": whole(1, 64)}
+DRAFT_TEMPERATURE = or_none(number(COLDEST, 1e3), ", or None to follow the request's temperature")
+SPARSE = Rule(lambda value: isinstance(value, SparseVerification | None), "SparseVerification(...) or None")
 
 
 class NeedsExact(ValueError):

@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-from smcjax.checks import check_draft_temperature, check_sizes, check_sparse
-from smcjax.decoders.base import COLDEST, Decoding, Drafting, Speculation, in_words
+from smcjax.checks import one_of, require
+from smcjax.decoders.base import DRAFT_TEMPERATURE, SIZES, SPARSE, Decoding, Drafting, Speculation, in_words
 from smcjax.normalize import names_unknown, normalize_fields, normalize_numbers
 from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import ORDERS, DraftTree, Order
 
 Siblings = Literal["sampled", "top"]  # of a draft tree
 SIBLINGS = get_args(Siblings)
+
+_RULES = {
+    "gamma": SIZES["gamma"],
+    "n_candidates": SIZES["n_candidates"],
+    "siblings": one_of(*SIBLINGS),
+    "order": one_of(*ORDERS),
+    "draft_temperature": DRAFT_TEMPERATURE,
+    "sparse": SPARSE,
+}
 
 
 @names_unknown
@@ -58,15 +67,11 @@ class Rejection(Decoding):
             object.__setattr__(self, "gamma", 4)
         if self.tree is not None:
             self._set_tree()
-        check_sizes(self, "gamma", "n_candidates")
+        require(vars(self), _RULES)
         for name, known in (("siblings", SIBLINGS), ("order", ORDERS)):
-            value, usual = getattr(self, name), known[0]
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
-            if self.tree is None and value != usual:
+            value = getattr(self, name)
+            if self.tree is None and value != known[0]:
                 raise ValueError(f"{name} is {value!r} and is about a tree's nodes; give tree, or leave it out.")
-        check_draft_temperature(self.draft_temperature, COLDEST)
-        check_sparse(self.sparse)
 
     def _set_tree(self) -> None:
         """Keeps the tree as a tuple and its depth as `gamma`, refusing what contradicts it."""

@@ -6,8 +6,18 @@ import dataclasses
 from dataclasses import InitVar
 from typing import Any, Literal, get_args
 
-from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
-from smcjax.decoders.base import COLDEST, Decoding, Drafting, NeedsExact, Speculation, in_words
+from smcjax.checks import FLAG, FLAG_OR_NONE, Rule, either, is_number, number, require
+from smcjax.decoders.base import (
+    COLDEST,
+    DRAFT_TEMPERATURE,
+    SIZES,
+    SPARSE,
+    Decoding,
+    Drafting,
+    NeedsExact,
+    Speculation,
+    in_words,
+)
 from smcjax.decoders.parts import Acceptance, Ending, Potential, Resampler
 from smcjax.normalize import names_unknown, normalize_fields, short
 from smcjax.sparse.verification import SparseVerification
@@ -27,6 +37,29 @@ class _Default(float):
 
 
 DEFAULT_CONTROL = _Default(0.1)  # what each c gives and costs: docs/explanation/control.md
+
+_RULES = {
+    "n_particles": SIZES["n_particles"],
+    "gamma": SIZES["gamma"],
+    "draft_temperature": DRAFT_TEMPERATURE,
+    "power": number(1e-3, 1e3),
+    "ess_threshold": number(0, 1),
+    "control": Rule(
+        lambda value: isinstance(value, Acceptance) or is_number(value, 0, 1), "a number from 0 to 1, or an Acceptance"
+    ),
+    "resampling": Rule(
+        lambda value: isinstance(value, Resampler) or value in SCHEMES, f"one of {', '.join(SCHEMES)}, or a Resampler"
+    ),
+    "early_end": Rule(lambda value: isinstance(value, bool | Ending), "True, False or an Ending"),
+    "potentials": Rule(
+        lambda value: isinstance(value, tuple) and all(isinstance(one, Potential) for one in value),
+        "a tuple of Potentials",
+    ),
+    "select": either(*SELECTIONS),
+    **dict.fromkeys(("bonus", "trace", "approximate", "pipelined"), FLAG),
+    "defer_bonus": FLAG_OR_NONE,
+    "sparse": SPARSE,
+}
 
 
 @names_unknown
@@ -103,27 +136,22 @@ class SMC(Decoding):
         self._take_part("resampler", resampler, Resampler, "resampling")
         if isinstance(self.control, _Default):
             object.__setattr__(self, "control", _Default(0.0) if self.pipelined else DEFAULT_CONTROL)
-        check_sizes(self, "n_particles", "gamma")
-        check_draft_temperature(self.draft_temperature, COLDEST)
-        if not is_number(self.power, 1e-3, 1e3):
-            raise ValueError(f"power must be a number from 0.001 to 1000, got {self.power!r}.")
-        if not is_number(self.ess_threshold, 0.0, 1.0):
-            raise ValueError(f"ess_threshold must be a number from 0 to 1, got {self.ess_threshold!r}.")
-        self._check_parts()
-        if self.select not in SELECTIONS:
-            raise ValueError(f"select must be 'sample' or 'best', got {self.select!r}.")
-        for name in ("bonus", "trace", "approximate", "pipelined"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.defer_bonus, bool | None):
-            raise ValueError(f"defer_bonus must be True, False or None, got {self.defer_bonus!r}.")
+        if isinstance(self.potentials, list):
+            object.__setattr__(self, "potentials", tuple(self.potentials))
+        require(vars(self), _RULES)
+        try:
+            hash(self)
+        except TypeError as error:
+            raise ValueError(
+                f"control, resampling, early_end and potentials must be hashable, as they are static parts of a "
+                f"compiled program: {error}; make them frozen dataclasses of numbers and tuples."
+            ) from None
         if self.pipelined and (self.ragged or self.rejection_control is None):
             raise ValueError(
                 f"pipelined is True and control {_shown(self.control)}, which decides about drafts that the next block "
                 "stands on already; leave one of them out."
             )
         self._check_effects()
-        check_sparse(self.sparse)
         is_approximate = self.sparse is not None and self.sparse.precision == "approximate"
         if self.sparse is not None and is_approximate and not self.approximate:
             raise ValueError(
@@ -142,28 +170,6 @@ class SMC(Decoding):
         if getattr(self, field) is not getattr(type(self), field):
             raise ValueError(f"{name} and {field} {_shown(getattr(self, field))} say the same; leave one of them out.")
         object.__setattr__(self, field, part)
-
-    def _check_parts(self) -> None:
-        """Refuses what is neither an option of the package's own parts nor a part."""
-        if not isinstance(self.control, Acceptance) and not is_number(self.control, 0.0, 1.0):
-            raise ValueError(f"control must be a number from 0 to 1, or an Acceptance, got {self.control!r}.")
-        if not isinstance(self.resampling, Resampler) and self.resampling not in SCHEMES:
-            raise ValueError(
-                f"resampling must be one of {', '.join(SCHEMES)}, or a Resampler, got {self.resampling!r}."
-            )
-        if not isinstance(self.early_end, bool | Ending):
-            raise ValueError(f"early_end must be True, False or an Ending, got {self.early_end!r}.")
-        if isinstance(self.potentials, list):
-            object.__setattr__(self, "potentials", tuple(self.potentials))
-        if not isinstance(self.potentials, tuple) or not all(isinstance(one, Potential) for one in self.potentials):
-            raise ValueError(f"potentials must be a tuple of Potentials, got {short(self.potentials)}.")
-        try:
-            hash(self)
-        except TypeError as error:
-            raise ValueError(
-                f"control, resampling, early_end and potentials must be hashable, as they are static parts of a "
-                f"compiled program: {error}; make them frozen dataclasses of numbers and tuples."
-            ) from None
 
     def _check_effects(self) -> None:
         """Refuses options that others leave without an effect."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from smcjax.engine.arguments import check_range
+from smcjax.checks import or_none, require, whole
 from smcjax.engine.llm import LLM
 from smcjax.engine.request_handle import RequestHandle
 from smcjax.engine.requests.requests import Prompt, Request, params_for_each
@@ -41,8 +41,7 @@ class AsyncLLM:
     """
 
     def __init__(self, *args: Any, max_waiting: int | None = None, **kwargs: Any) -> None:
-        if max_waiting is not None:
-            check_range("max_waiting", max_waiting, 0, 1 << 30)
+        require({"max_waiting": max_waiting}, {"max_waiting": or_none(whole(0, 1 << 30), "")})
         self._begin(LLM(*args, **kwargs), max_waiting, {}, set())
 
     def _begin(self, llm: LLM, max_waiting: int | None, named: dict[str, str], unwanted: set[str]) -> None:

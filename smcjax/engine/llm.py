@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
 import threading
@@ -11,22 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from smcjax.auto import Auto, Choice, Routed, gives_draft, left_to_exact
+from smcjax.checks import require
 from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
-from smcjax.engine.arguments import (
-    check_choice,
-    check_devices,
-    check_flag,
-    check_layers,
-    check_path,
-    check_range,
-    check_revision,
-    check_share,
-    compiles_at_start,
-)
+from smcjax.engine.arguments import OF_MODELS, RULES, check_devices, compiles_at_start
 from smcjax.engine.engine import Engine
 from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.loading import (
@@ -48,7 +40,7 @@ from smcjax.engine.requests.requests import (
     as_list,
     params_for_each,
 )
-from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.engine.run.fair_lock import FairRLock, require_own_process
 from smcjax.engine.run.memory import GPU_MEMORY_UTILIZATION, Budget, choose_num_pages, memory_of_each, require_devices
@@ -154,46 +146,18 @@ class LLM:
         share: LLM | None = None,
         kv_fraction: float = 1.0,
     ) -> None:
+        given = locals()  # all arguments, by name
         choice: Any = Routed() if decoding is None else Auto() if decoding == Auto.name else decoding
         if type(choice) not in (*DECODERS, Auto, Routed):
             raise ValueError(
                 f"decoding must be SMC(...), Rejection(...), Autoregressive(), Auto(...) or 'auto', got {decoding!r}."
             )
-        check_path("model", model)
-        check_path("draft_model", draft_model)
-        check_revision("revision", revision)
-        check_revision("draft_revision", draft_revision)
-        check_layers("draft_drop_layers", draft_drop_layers)
+        require(given, RULES)
         check_quantization("quantization", quantization)
         check_quantization("draft_quantization", draft_quantization)
-        check_range("max_num_seqs", max_num_seqs, 1, 4096)
-        check_range("page_size", page_size, 1, 128, or_none=True)
-        check_choice("implementation", implementation, "auto", "triton", "xla")
-        check_range("seed", seed, 0, MAX_SEED)
-        check_range("max_model_len", max_model_len, 2, 1 << 20, or_none=True)
-        check_range("num_pages", num_pages, 2, 1 << 30, or_none=True)
-        check_flag("enable_prefix_caching", enable_prefix_caching)
-        check_choice("admission", admission, "worst_case", "optimistic")
-        check_flag("compile_at_start", compile_at_start, or_none=True)
         check_devices(tensor_parallel_size, draft_tensor_parallel_size, separate_draft)
-        check_share("gpu_memory_utilization", gpu_memory_utilization)
-        check_share("kv_fraction", kv_fraction)
         if share is not None:
-            _check_shares(
-                share,
-                model=model,
-                draft_model=draft_model,
-                revision=revision,
-                draft_revision=draft_revision,
-                draft_drop_layers=draft_drop_layers,
-                quantization=quantization,
-                draft_quantization=draft_quantization,
-                dtype=None if dtype == "auto" else dtype,
-                tensor_parallel_size=None if tensor_parallel_size == 1 else tensor_parallel_size,
-                draft_tensor_parallel_size=draft_tensor_parallel_size,
-                separate_draft=separate_draft or None,
-                implementation=None if implementation in ("auto", share._implementation) else implementation,
-            )
+            _check_shares(share, given)
             implementation = share._implementation
 
         require_own_process()
@@ -634,10 +598,12 @@ class LLM:
             self._cancelled.popleft()  # last: what is interrupted before is done again
 
 
-def _check_shares(share: LLM, **of_models: object) -> None:
+def _check_shares(share: LLM, given: Mapping[str, Any]) -> None:
     """Raises ValueError where `share` is no LLM with models, or an argument would ask for others."""
     if not isinstance(share, LLM) or share._closed:
         raise ValueError(f"share must be an LLM that is not closed, or None, got {short(share)}.")
-    for name, value in of_models.items():
-        if value is not None:
-            raise ValueError(f"{name} is {short(value)} and share brings the models; leave one of them out.")
+    usual = inspect.signature(LLM).parameters
+    for name in OF_MODELS:
+        same = name == "implementation" and given[name] == share._implementation
+        if given[name] != usual[name].default and not same:
+            raise ValueError(f"{name} is {short(given[name])} and share brings the models; leave one of them out.")

@@ -25,6 +25,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from smcjax.checks import Rule, is_number, or_none, require, whole
 from smcjax.decoders import Decoding
 from smcjax.files import MIB, Unreadable, read_json
 from smcjax.normalize import short
@@ -46,8 +47,7 @@ class Cell:
     def __post_init__(self) -> None:
         for name in ("requests", "context"):
             value = getattr(self, name)
-            if not _is_count(value):
-                raise ValueError(f"a cell's {name} must be a whole number of at least 1, got {short(value)}.")
+            require({f"a cell's {name}": value}, {f"a cell's {name}": whole(1)})
         if not _is_positive(self.ms) or not all(map(_is_positive, self.windows)):
             raise ValueError(f"a cell's times must be numbers above 0, got {short((self.ms, *self.windows))}.")
 
@@ -69,8 +69,7 @@ class Counted:
     prompts: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not _is_count(self.context):
-            raise ValueError(f"counted context must be a whole number of at least 1, got {short(self.context)}.")
+        require({"counted context": self.context}, {"counted context": whole(1)})
         if not all(isinstance(x, int | float) and 0 <= x <= 1 for x in self.reached):
             raise ValueError(f"reached must be fractions from 0 to 1, got {short(self.reached)}.")
         if any(later > earlier for earlier, later in itertools.pairwise(self.reached)):
@@ -177,24 +176,21 @@ class Profile:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             found = value.get("format") if isinstance(value, dict) else value
             raise ValueError(f"format must be {FORMAT}, got {short(found)}.")
-        for name in ("device", "model", "jax", "smcjax", "date"):
-            if not isinstance(value.get(name), str):
-                raise ValueError(f"{name} must be text, got {short(value.get(name))}.")
-        for name in ("draft", "commit"):
-            if not isinstance(value.get(name), str | None):
-                raise ValueError(f"{name} must be text or null, got {short(value.get(name))}.")
+        texts, maybe = ("device", "model", "jax", "smcjax", "date"), ("draft", "commit")
+        given: dict[str, Any] = {name: value.get(name) for name in (*texts, *maybe)}
+        text = Rule(lambda value: isinstance(value, str), "text")
+        require(given, dict.fromkeys(texts, text) | dict.fromkeys(maybe, or_none(text, " or null")))
         strategies, settings = value.get("strategies"), value.get("settings")
         if not isinstance(strategies, list) or not isinstance(settings, dict):
             raise ValueError("it must have a list of strategies, and settings.")
         left_out = value.get("left_out", [])
         if not isinstance(left_out, list) or not all(isinstance(one, dict) for one in left_out):
             raise ValueError("left_out must be a list of objects.")
-        names = ("device", "model", "draft", "jax", "smcjax", "commit", "date")
         return cls(
             strategies=tuple(map(_measured, strategies)),
             settings=settings,
             left_out=tuple(left_out),
-            **{name: value.get(name) for name in names},  # type: ignore[arg-type]
+            **given,
         )
 
     @classmethod
@@ -247,9 +243,5 @@ def _counted(value: dict[str, Any]) -> Counted:
 _CELL = tuple(field.name for field in dataclasses.fields(Cell))
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return is_number(value, 0) and value not in (0, math.inf)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from smcjax.checks import Rule, one_of, require, whole
 from smcjax.kv import CacheSpec, LayerCache, PageArray
 from smcjax.matmul import sum_over_neighbours
 from smcjax.model.attention import (
@@ -34,7 +35,6 @@ from smcjax.model.attention import (
 )
 from smcjax.model.view import BatchView, TreeView
 from smcjax.model.visible_kv import SequenceKV, TreeKV, VisibleKV, grouped, masked_softmax, scaled_scores, tree_kv
-from smcjax.normalize import short
 from smcjax.pallas import copy_pages
 from smcjax.pallas.attention.reference import sees
 from smcjax.pallas.sparse.compress import compression_shapes
@@ -90,12 +90,10 @@ class NSA(AttentionKind, Compressor, Routing):
     kv: str = "per_branch"
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-                raise ValueError(f"{name} must be an integer from {least} to {MOST}, got {short(value)}.")
-        if self.kv not in KV:
-            raise ValueError(f"kv must be one of {', '.join(KV)}, got {self.kv!r}.")
+        sizes = {
+            name: Rule(whole(least, MOST).holds, f"an integer from {least} to {MOST}") for name, least in LEAST.items()
+        }
+        require(vars(self), {**sizes, "kv": one_of(*KV)})
         for name in ("kernel_size", "block_size"):
             if getattr(self, name) % self.kernel_stride:
                 raise ValueError(

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, Literal, get_args
 
+from smcjax.checks import Rule, is_whole, one_of, require, whole
 from smcjax.normalize import names_unknown, normalize_fields, normalize_numbers, short
 from smcjax.trees import ORDERS, Order
 
@@ -50,14 +51,10 @@ class SparseVerification:
 
     def __post_init__(self) -> None:
         normalize_fields(self)
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}.")
-        if self.order not in ORDERS:
-            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}.")
         if self.group is None:
             object.__setattr__(self, "group", GROUP if self.is_grouped else 1)
-        if not _is_whole(self.group, 1, MAX_QUERIES):
-            raise ValueError(f"group must be a whole number of queries from 1 to {MAX_QUERIES}, got {self.group!r}.")
+        group = Rule(whole(1, MAX_QUERIES).holds, f"a whole number of queries from 1 to {MAX_QUERIES}")
+        require(vars(self), {"mode": one_of(*MODES), "order": one_of(*ORDERS), "group": group})
         if not self.is_grouped and (self.group != 1 or self.order != "bfs"):
             raise ValueError(
                 f"group is {self.group} and order {self.order!r}, which mode='per_query' has no use for; "
@@ -67,7 +64,7 @@ class SparseVerification:
 
     def _check_schedule(self) -> None:
         """Keeps a schedule of flags as a tuple of bools."""
-        if self.schedule is None or _is_whole(self.schedule, 1, 1 << 20):
+        if self.schedule is None or is_whole(self.schedule, 1, 1 << 20):
             return
         flags = normalize_numbers(self.schedule)
         if not (isinstance(flags, tuple) and flags and all(isinstance(flag, bool) for flag in flags)):
@@ -149,7 +146,3 @@ class SparseVerification:
                 f"selecting layers {', '.join(str(layer) for layer, flag in enumerate(self.schedule) if flag)}"
             )
         return "; ".join(words) or "every query by itself"
-
-
-def _is_whole(value: object, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from smcjax.checks import FLAG, SHARE, Rule, is_number, is_whole, number, or_none, require, whole
 from smcjax.decoders import MAX_ALTERNATIVES
 from smcjax.decoders.parts import Potential
 from smcjax.decoders.text_potential import TextPotential
@@ -17,6 +18,36 @@ MAX_SEED = 2**32 - 1
 MAX_BIASED_TOKENS = 1024  # tokens of a request's logit_bias
 MAX_STOP_STRINGS = 64  # of a request; each is looked for with each token
 MAX_STOP_LENGTH = 1024  # characters of a stop string
+
+
+def _is_stop(value: Any) -> bool:
+    texts = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    return all(isinstance(text, str) and text for text in texts)
+
+
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(is_whole(token, 0) for token in value)
+
+
+_RULES = {
+    "max_tokens": or_none(whole(1)),
+    "min_tokens": whole(0),
+    "temperature": Rule(
+        lambda value: is_number(value, 0, 0) or is_number(value, 1e-3, 1e3), "0 (greedy) or from 0.001 to 1000"
+    ),
+    "top_p": SHARE,
+    "top_k": Rule(lambda value: is_whole(value, -1), "a whole number of at least 1, or 0 or -1 for all"),
+    "stop": Rule(_is_stop, "a non-empty string or a list of them"),
+    "stop_token_ids": or_none(Rule(_are_token_ids, "a list of token ids"), ""),
+    "seed": or_none(whole(0, MAX_SEED)),
+    **dict.fromkeys(("ignore_eos", "trace"), FLAG),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), or_none(whole(0, MAX_ALTERNATIVES))),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), number(-2, 2)),
+    "repetition_penalty": Rule(
+        lambda value: is_number(value, 0, 100) and value > 0, "a number above 0 and at most 100"
+    ),
+    "control": or_none(number(0, 1), ", or None for the decoder's"),
+}
 
 
 @names_unknown
@@ -89,55 +120,18 @@ class SamplingParams:
             raise ValueError(
                 f"n is not a sampling parameter here, got {self.n!r}; ask for a population with SMC(n_particles=…)."
             )
-        if self.max_tokens is not None and not _is_int(self.max_tokens, 1):
-            raise ValueError(f"max_tokens must be a whole number of at least 1, or None, got {self.max_tokens!r}.")
-        if not _is_int(self.min_tokens, 0):
-            raise ValueError(f"min_tokens must be a whole number of at least 0, got {self.min_tokens!r}.")
+        require(vars(self), _RULES)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must not exceed max_tokens, got {self.min_tokens} and {self.max_tokens}.")
-        if not _is_real(self.temperature) or not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3):
-            raise ValueError(f"temperature must be 0 (greedy) or from 0.001 to 1000, got {self.temperature!r}.")
-        if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}.")
-        if not _is_int(self.top_k, -1):
-            raise ValueError(f"top_k must be a whole number of at least 1, or 0 or -1 for all, got {self.top_k!r}.")
-        if not isinstance(self.stop, str | list | tuple | None) or not all(
-            isinstance(text, str) and text for text in self.stop_strings
-        ):
-            raise ValueError(f"stop must be a non-empty string or a list of them, got {short(self.stop)}.")
         if len(self.stop_strings) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in self.stop_strings):
             raise ValueError(
                 f"stop must have at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters each, got "
                 f"{len(self.stop_strings)} of up to {max(map(len, self.stop_strings))}; leave some out."
             )
-        if not isinstance(self.stop_token_ids, list | tuple | None) or not all(
-            _is_int(token, 0) for token in self.stop_token_ids or ()
-        ):
-            raise ValueError(f"stop_token_ids must be a list of token ids, got {short(self.stop_token_ids)}.")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
-        if self.seed is not None and not (_is_int(self.seed, 0) and self.seed <= MAX_SEED):
-            raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, or None, got {self.seed!r}.")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not (_is_int(value, 0) and value <= MAX_ALTERNATIVES):
-                raise ValueError(f"{name} must be a whole number from 0 to {MAX_ALTERNATIVES}, or None, got {value!r}.")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not _is_real(value) or not -2 <= value <= 2:
-                raise ValueError(f"{name} must be a number from -2 to 2, got {value!r}.")
-        if not _is_real(self.repetition_penalty) or not 0 < self.repetition_penalty <= 100:
-            raise ValueError(
-                f"repetition_penalty must be a number above 0 and at most 100, got {self.repetition_penalty!r}."
-            )
-        if self.control is not None and not (_is_real(self.control) and 0 <= self.control <= 1):
-            raise ValueError(f"control must be a number from 0 to 1, or None for the decoder's, got {self.control!r}.")
         if self.logit_bias is not None:
             self._check_bias()
         if self.expression is not None:
             self._check_form()
-        if not isinstance(self.trace, bool):
-            raise ValueError(f"trace must be True or False, got {self.trace!r}.")
         self._check_potentials()
 
     def _check_potentials(self) -> None:
@@ -172,7 +166,7 @@ class SamplingParams:
         """Refuses biases of what is no token, or out of range."""
         bias = self.logit_bias
         if not isinstance(bias, Mapping) or not all(
-            _is_int(token, 0) and _is_real(value) and -100 <= value <= 100 for token, value in bias.items()
+            is_whole(token, 0) and is_number(value, -100, 100) for token, value in bias.items()
         ):
             raise ValueError(f"logit_bias must map token ids to numbers from -100 to 100, got {short(bias)}.")
         object.__setattr__(self, "logit_bias", dict(bias))  # the caller's own may change
@@ -227,11 +221,3 @@ class SamplingParams:
         unchanged = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
         names = [name for name, value in unchanged.items() if getattr(self, name) != value]
         return (*names, "logit_bias") if self.logit_bias else tuple(names)
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)  # comparisons refuse NaN and infinities
