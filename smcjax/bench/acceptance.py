@@ -18,7 +18,6 @@ cycle.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,16 +37,11 @@ def acceptance_cases(
     *,
     requests: int = 1,
     context: int = 256,
-    page_size: int = 16,
-    implementation: str = "auto",
-    windows: int = 5,
-    cycles: int = 16,
+    **how: Any,
 ) -> list[Case]:
-    """The target alone, and these decoders; one that is given twice is one."""
-    case = functools.partial(
-        synthetic_case, page_size=page_size, implementation=implementation, windows=windows, cycles=cycles
-    )
-    return [case(decoding, requests, context) for decoding in dict.fromkeys((Autoregressive(), *decodings))]
+    """The target alone, and these decoders; one that is given twice is one. `how` is that of `synthetic_case`."""
+    chosen = dict.fromkeys((Autoregressive(), *decodings))
+    return [synthetic_case(decoding, requests, context, **how) for decoding in chosen]
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:

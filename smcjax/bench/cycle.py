@@ -37,6 +37,9 @@ from smcjax.numerics import key_of
 logger = logging.getLogger("smcjax")
 
 WARMUP = 4  # the first runs of a program on a GPU are eager, then record the graph
+# Fields of a result that are its case's, and its models'.
+_OF_CASE = ("groups", "context", "private", "max_model_len", "page_size", "implementation", "synthetic_kv")
+_OF_MODELS = ("quantization", "attention", "target_layers", "tensor_parallel_size", "separate_draft")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,23 +324,13 @@ class Bench:
             device=jax.devices()[0].device_kind,
             decoding=case.decoding.name,
             described=str(case.decoding),
-            groups=case.groups,
             n_particles=case.rows,
             gamma=case.decoding.speculation.gamma,
-            context=case.context,
-            private=case.private,
-            max_model_len=case.max_model_len,
-            page_size=case.page_size,
-            implementation=case.implementation,
-            quantization=models.quantization,
+            **{name: getattr(case, name) for name in _OF_CASE},
+            **{name: getattr(models, name) for name in _OF_MODELS},
             draft_quantization=models.draft_quantization if case.decoding.drafts else None,
-            attention=models.attention,
-            target_layers=models.target_layers,
-            tensor_parallel_size=models.tensor_parallel_size,
             draft_tensor_parallel_size=models.tensor_parallel_size if models.draft_divided else 1,
-            separate_draft=models.separate_draft,
             collectives=models.collectives_of(case.implementation),
-            synthetic_kv=case.synthetic_kv,
             weight_bytes=weights,
             kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),
             held_weight_bytes=sum(budget.weights.values()),

@@ -57,13 +57,13 @@ def measure(
         many = dataclasses.replace(load, num_prompts=count)
         _start(engine, models, many, next(seeds))  # the first run of all programs
         _bare(engine, WARMUP)
-        _end(engine)
+        end_all(engine)
         prefill = _start(engine, models, many, next(seeds))
         bare = _bare(engine, cycles)
-        _end(engine)
+        end_all(engine)
         _start(engine, models, many, next(seeds))
         through, host = _through(engine, cycles)
-        _end(engine)
+        end_all(engine)
         results.append(
             Overhead(
                 device=jax.devices()[0].device_kind,
@@ -119,7 +119,8 @@ def _through(engine: Engine, cycles: int) -> tuple[float, float]:
     return time.perf_counter() - began, host
 
 
-def _end(engine: Engine) -> None:
+def end_all(engine: Engine) -> None:
+    """Ends all requests of an engine."""
     for name in engine.request_ids():
         engine.abort(name)
     while engine.busy:

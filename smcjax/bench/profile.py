@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 import smcjax
+from smcjax.bench.engine import end_all
 from smcjax.bench.record import commit
 from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.engine.engine import Engine
@@ -247,10 +248,7 @@ class Profiler:
             _steps(engine, WARMUP, clock)
             windows = [_steps(engine, plan.cycles, clock) for _ in range(plan.windows)]
         finally:
-            for name in engine.request_ids():
-                engine.abort(name)
-            while engine.busy:
-                engine.step()
+            end_all(engine)
         return Cell(load, context, statistics.median(windows), tuple(windows))
 
     def _counted(self, llm: LLM, decoding: Decoding, context: int, token_ids: Sequence[list[int]]) -> Counted:

@@ -14,6 +14,7 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from smcjax.bench.cycle import WARMUP, Bench, Case, CycleResult, Rates, described, require_pair, require_room
 from smcjax.bench.models import Models
@@ -32,10 +33,10 @@ def synthetic_case(
     context: int,
     private: int = 0,
     *,
-    page_size: int,
-    implementation: str,
-    windows: int,
-    cycles: int,
+    page_size: int = 16,
+    implementation: str = "auto",
+    windows: int = 5,
+    cycles: int = 12,
 ) -> Case:
     """A case on random KV, in a max_model_len that has room for the cycles: a multiple of 256, at least 1,024."""
     room = (WARMUP + cycles) * decoding.tokens_per_cycle + 1
@@ -60,21 +61,16 @@ def standard_cases(
     contexts: Sequence[int] = CONTEXTS,
     requests: Sequence[int] = REQUESTS,
     requests_context: int = REQUESTS_CONTEXT,
-    page_size: int = 16,
-    implementation: str = "auto",
-    windows: int = 5,
-    cycles: int = 12,
+    **how: Any,
 ) -> list[Case]:
     """The rows of the table; the first is what added milliseconds are counted from.
 
     Contexts at one request; the second context with its later half private to each particle; twice the particles;
     twice the draft length; several requests; the target alone. Private pages would be shared again after the first
-    resampling, so that case never resamples (ess_threshold=0); the program is the same.
+    resampling, so that case never resamples (ess_threshold=0); the program is the same. `how` is that of
+    `synthetic_case`.
     """
-
-    case = functools.partial(
-        synthetic_case, page_size=page_size, implementation=implementation, windows=windows, cycles=cycles
-    )
+    case: Any = functools.partial(synthetic_case, **how)
     base = SMC(n_particles=n_particles, gamma=gamma, control=0)
     cases = [case(base, 1, context) for context in contexts]
     if len(contexts) > 1:
@@ -104,16 +100,13 @@ def run_cases(
     compile_together([bench.wanted() for bench in benches])
     compared: dict[tuple[object, ...], list[Bench]] = {}
     for bench in benches:
-        compared.setdefault(_but_context(bench.case), []).append(bench)
+        case = bench.case
+        but_context = (case.decoding.name, case.groups, case.rows, case.advance, case.windows)
+        compared.setdefault(but_context, []).append(bench)
     results: dict[Bench, CycleResult] = {}
     for together in compared.values():
         results |= zip(together, _in_turns(together, rates, on_result), strict=True)
     return [results[bench] for bench in benches]
-
-
-def _but_context(case: Case) -> tuple[object, ...]:
-    """Everything but the context of a case: cases that are compared agree in this."""
-    return case.decoding.name, case.groups, case.rows, case.advance, case.windows
 
 
 def _in_turns(benches: Sequence[Bench], rates: Rates, on_result: Callable[[str], None]) -> list[CycleResult]:

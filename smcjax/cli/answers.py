@@ -94,13 +94,6 @@ def summary(output: RequestOutput) -> str:
     return "[" + " · ".join(parts) + "]"
 
 
-def evidence_per_token(output: RequestOutput) -> float | None:
-    """Log Ẑ in nats a token of the answer; None without a population."""
-    if output.smc is None:
-        return None
-    return output.smc.log_evidence / max(1, output.metrics.generated_tokens)
-
-
 def yield_of_cycles(output: RequestOutput) -> float | None:
     """Tokens of the answer over the most that its cycles can bring, K + 1 each; None without a population.
 
@@ -136,10 +129,11 @@ class Doubt:
 
 def _reason(output: RequestOutput) -> str | None:
     """Says by what an answer differs from those of word problems, and what they have at least; None if it does not."""
-    if output.smc is not None and output.smc.control:
+    if output.smc is None:
+        return None
+    if output.smc.control:
         brought = yield_of_cycles(output)
         few = brought is not None and brought < FEW
         return f"its cycles brought {brought:.0%} of the tokens that they can, and {FEW:.0%}" if few else None
-    evidence = evidence_per_token(output)
-    foreign = evidence is not None and evidence < FOREIGN
-    return f"log evidence {evidence:.2f} a token, and {FOREIGN:g}" if foreign else None
+    evidence = output.smc.log_evidence / max(1, output.metrics.generated_tokens)
+    return f"log evidence {evidence:.2f} a token, and {FOREIGN:g}" if evidence < FOREIGN else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from smcjax.cli.bench_options import (
     shape_models,
     write_figures,
 )
-from smcjax.cli.options import add_debug_option, add_separate_option, one_decoder
+from smcjax.cli.options import add_debug_option, add_separate_option, one_decoder, remark
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import DECODINGS, SMC, Rejection
 
@@ -118,18 +117,16 @@ def _add_common_options(parser: argparse.ArgumentParser, *, cycles: int, sizes: 
 def run_cycle(args: argparse.Namespace) -> int:
     """Times, and prints a table."""
     check_files(args)
-    if args.compare and args.decoding == Rejection.name:
-        raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
-    if args.compare and args.attention is not None:
-        raise ValueError(f"--compare has no peer for --attention {args.attention}; leave one of them out.")
-    if args.compare and args.tensor_parallel_size > 1:
-        raise ValueError(
-            f"--compare has no peer for --tensor-parallel-size {args.tensor_parallel_size}; leave one of them out."
-        )
-    if args.compare and args.separate_draft:
-        raise ValueError("--compare has no peer for --separate-draft; leave one of them out.")
-    if args.compare and args.target_layers is not None:
-        raise ValueError(f"--compare has no peer for --target-layers {args.target_layers}; leave one of them out.")
+    without_peer = {
+        "--decoding rejection": args.decoding == Rejection.name,
+        f"--attention {args.attention}": args.attention is not None,
+        f"--tensor-parallel-size {args.tensor_parallel_size}": args.tensor_parallel_size > 1,
+        "--separate-draft": args.separate_draft,
+        f"--target-layers {args.target_layers}": args.target_layers is not None,
+    }
+    for option, given in without_peer.items():
+        if args.compare and given:
+            raise ValueError(f"--compare has no peer for {option}; leave one of them out.")
     if args.torch_python is not None and not args.compare:
         raise ValueError("--torch-python is the peer's of --compare; leave it out, or add --compare.")
     from smcjax.bench.cycle import Case, bench_cycle
@@ -167,12 +164,10 @@ def _compare(args: argparse.Namespace, speculation: Speculation) -> int:
         *("--windows", str(args.windows), "--cycles", str(args.cycles)),
     ]
     own = ["--page-size", str(args.page_size), "--private", str(args.private)]
-    for option, shape in (("--target-shape", args.target_shape), ("--draft-shape", args.draft_shape)):
-        own += [] if shape is None else [option, shape]
-    own += [] if args.bandwidth is None else ["--bandwidth", str(args.bandwidth)]
     own += ["--synthetic-kv"] if args.synthetic_kv else []
-    own += [] if args.quantization is None else ["--quantization", args.quantization]
-    own += [] if args.draft_quantization is None else ["--draft-quantization", args.draft_quantization]
+    for name in ("target_shape", "draft_shape", "bandwidth", "quantization", "draft_quantization"):
+        if (value := getattr(args, name)) is not None:
+            own += [f"--{name.replace('_', '-')}", str(value)]
     ran = contenders([*both, *own], both, speculation, torch_python=args.torch_python)
     print(markdown(ran))
     write_figures(args, rows_of(ran), next((each.machine for each in ran if each.machine is not None), None))
@@ -218,7 +213,7 @@ def run_acceptance(args: argparse.Namespace) -> int:
     print(markdown(rows))
     _save(args, models, rows)
     if args.plot is not None:
-        from smcjax.viz.acceptance import draw_acceptance
+        from smcjax.viz.charts import draw_acceptance
 
         draw_acceptance(rows, Path(args.plot))
     return 0
@@ -246,11 +241,8 @@ def _timed(args: argparse.Namespace, cases: Sequence[Case]) -> tuple[Models, lis
     """The cases on one set of weights; a line each as they end."""
     from smcjax.bench.table import run_cases
 
-    def on_line(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     models = shape_models(args)
-    return models, run_cases(models, cases, bandwidth=_bandwidth(args), on_result=on_line)
+    return models, run_cases(models, cases, bandwidth=_bandwidth(args), on_result=remark)
 
 
 def _conditions(result: CycleResult, models: Models) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from smcjax.cli.bench_options import (
     BATCH,
@@ -31,6 +30,7 @@ from smcjax.cli.options import (
     add_task_options,
     check_task,
     one_decoder,
+    remark,
     shows_progress,
 )
 from smcjax.cli.parser import above, whole
@@ -151,7 +151,7 @@ def run_serving(args: argparse.Namespace) -> int:
     print(markdown(results))
     write_figures(args, results, this_machine(models.devices))
     if args.plot is not None:
-        from smcjax.viz.serving import draw_latency
+        from smcjax.viz.charts import draw_latency
 
         draw_latency(results, Path(args.plot))
     return 0
@@ -176,7 +176,7 @@ def run_engine(args: argparse.Namespace) -> int:
 
     def on_result(one: Overhead) -> None:
         times = f"{one.engine_ms:.2f} ms a cycle in the engine, {one.bare_ms:.2f} bare"
-        print(f"{one.requests} requests: {times}, prompts {one.prefill_ms:.0f} ms", file=sys.stderr, flush=True)
+        remark(f"{one.requests} requests: {times}, prompts {one.prefill_ms:.0f} ms")
 
     models = shape_models(args)
     results = measure(models, load, args.requests, cycles=args.cycles, on_result=on_result)
@@ -210,9 +210,6 @@ def run_decoders(args: argparse.Namespace) -> int:
         if one.decoding.speculation.sparse is not None:
             one.decoding.speculation.sparse.check(selecting)
 
-    def on_result(row: dict[str, Any]) -> None:
-        print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
-
     # An EAGLE-3 head and looked-up drafts say nothing without the target.
     if args.draft_model == NGRAM or (args.draft_model and is_eagle(resolve_model_path(args.draft_model))):
         chosen = [one for one in chosen if not one.of_draft]
@@ -223,14 +220,14 @@ def run_decoders(args: argparse.Namespace) -> int:
         seed=args.seed,
         model=args.model,
         draft_model=args.draft_model,
-        on_result=on_result,
+        on_result=lambda row: remark(f"{row['decoder']}: {100 * row['accuracy']:.1f}%"),
         max_num_seqs=min(args.max_num_seqs, args.num_problems),
         max_model_len=args.max_model_len or (args.context if args.task == "recall" else 320),
     )
     print(markdown(rows))
     write_figures(args, rows, this_machine())
     if args.plot is not None:
-        from smcjax.viz.decoders import draw_frontier
+        from smcjax.viz.charts import draw_frontier
 
         draw_frontier(rows, Path(args.plot))
     return 0

@@ -29,7 +29,6 @@ from smcjax.cli.options import (
 )
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_prompt, stdin_is_piped
-from smcjax.decoders.written import Written
 from smcjax.engine.requests.sampling_params import MAX_SEED
 
 if TYPE_CHECKING:
@@ -65,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
     """Checks everything, loads, generates, prints the text on stdout and the figures on stderr."""
     _check_sources(args)
     if args.trace is not None:
-        _check_trace(args.trace, args.decoding)
+        if args.decoding is not None and not args.decoding.kind.weighted:
+            name = args.decoding.kind.name
+            raise ValueError(f"--trace needs a population, got --decoding {name}; leave one of them out.")
+        check_output("--trace", args.trace)
     if args.output_file is not None:
         check_output("--output-file", args.output_file)
     decoding = decoding_from(args, trace=args.trace is not None)
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     check_models(args)
     if args.input_file is not None:
         return _run_lines(args, decoding, params)
-    prompt = _prompt(args)
+    prompt = read_prompt() if args.prompt in (None, "-") else args.prompt
 
     from smcjax.engine.llm import LLM
 
@@ -138,14 +140,3 @@ def _check_sources(args: argparse.Namespace) -> None:
                 raise ValueError(f"{option} goes with --input-file, which is not given; leave it out.")
     elif args.trace is not None:
         raise ValueError("--trace is of one prompt, got --input-file; leave one of them out.")
-
-
-def _prompt(args: argparse.Namespace) -> str:
-    return read_prompt() if args.prompt in (None, "-") else args.prompt
-
-
-def _check_trace(path: str, decoding: Written | None) -> None:
-    """Refuses what would fail only after the answer has been generated."""
-    if decoding is not None and not decoding.kind.weighted:
-        raise ValueError(f"--trace needs a population, got --decoding {decoding.kind.name}; leave one of them out.")
-    check_output("--trace", path)

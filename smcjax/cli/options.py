@@ -233,6 +233,11 @@ def shows_progress(args: argparse.Namespace) -> bool:
     return sys.stderr.isatty() and not getattr(args, "quiet", False)
 
 
+def remark(line: str) -> None:
+    """Prints a line of progress on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
     """Adds options for the sampling parameters of a request."""
     group = parser.add_argument_group("sampling")

@@ -9,7 +9,6 @@ budget, or the memory, does not reach are left out whole.
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from smcjax.cli.batch import read_lines
@@ -23,9 +22,10 @@ from smcjax.cli.options import (
     check_task,
     llm_arguments,
     one_decoder,
+    remark,
 )
 from smcjax.cli.parser import above, whole
-from smcjax.decoders import Autoregressive, Decoding, Rejection
+from smcjax.decoders import Autoregressive, Rejection
 from smcjax.decoders.written import Written
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 
@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     counts = [1] if on_cpu() or args.draft_model == "ngram" else [1, 8]
     usual = [Rejection(gamma, n_candidates=count) for gamma in (2, 4, 8) for count in counts]
     chosen = strategies((args.decodings or usual) if has_draft else ())
-    _check_temperature(args.temperature, chosen)
+    for decoding in chosen:
+        decoding.check(SamplingParams(temperature=args.temperature))
     plan = Plan(
         chosen,
         loads=tuple(sorted({*args.requests})),
@@ -109,15 +110,10 @@ def run(args: argparse.Namespace) -> int:
         budget=args.budget,
         clock=args.clock,
     )
-
-    def on_line(line: str) -> None:
-        if not args.quiet:
-            print(line, file=sys.stderr, flush=True)
-
     arguments = {"model": args.model, **llm_arguments(args)}
     if not has_draft:
         arguments["draft_model"] = None
-    with Profiler(plan, arguments, on_line) as profiler:
+    with Profiler(plan, arguments, (lambda _: None) if args.quiet else remark) as profiler:
         prompts: list[Prompt] = list(given)
         if not prompts:
             for length in plan.contexts if args.task == "recall" else (0,):
@@ -144,9 +140,3 @@ def _prompts_given(args: argparse.Namespace) -> list[Any]:
                 "write its text as prompt."
             )
     return [line.content for line in lines]
-
-
-def _check_temperature(temperature: float, chosen: tuple[Decoding, ...]) -> None:
-    params = SamplingParams(temperature=temperature)
-    for one in chosen:
-        one.check(params)

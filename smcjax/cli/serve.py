@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from smcjax.auto import Auto, Routed
@@ -41,49 +41,35 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     group = parser.add_argument_group("server")
     add_memory_options(group)
     add_separate_option(group)
+
+    def repeatable(option: str, metavar: str, help: str, kind: Callable[[str], Any] = text) -> None:
+        group.add_argument(option, type=kind, action="append", default=[], metavar=metavar, help=help)
+
     group.add_argument("--host", type=text, default="127.0.0.1", help="address to listen at (127.0.0.1)")
     group.add_argument("--port", type=whole(0, 65535), default=8000, help="port; 0 takes any that is free (8000)")
-    group.add_argument(
+    repeatable(
         "--api-key",
-        type=text,
-        action="append",
-        default=[],
-        metavar="KEY",
-        help=f"a key that requests must bring; repeatable; others on this machine see it, {KEY_VARIABLE} they do not",
+        "KEY",
+        f"a key that requests must bring; repeatable; others on this machine see it, {KEY_VARIABLE} they do not",
     )
     group.add_argument("--api-key-file", metavar="FILE", help="a file of keys, one a line")
-    group.add_argument(
-        "--allow-origin",
-        type=text,
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="an origin whose pages may ask from a browser; repeatable (default: none)",
-    )
-    group.add_argument(
+    repeatable("--allow-origin", "ORIGIN", "an origin whose pages may ask from a browser; repeatable (default: none)")
+    repeatable(
         "--allowed-host",
-        type=text,
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name to ask the server by, beside those of loopback; repeatable (default: any where there are keys)",
+        "NAME",
+        "a name to ask the server by, beside those of loopback; repeatable (default: any where there are keys)",
     )
     group.add_argument("--served-model-name", type=text, metavar="NAME", help="(the directory's)")
-    group.add_argument(
+    repeatable(
         "--also",
-        type=one_decoder,
-        action="append",
-        default=[],
-        metavar="DECODER",
-        help="one more decoder, as 'SMC(n_particles=32)', 'Rejection(gamma=6)' or autoregressive; repeatable",
+        "DECODER",
+        "one more decoder, as 'SMC(n_particles=32)', 'Rejection(gamma=6)' or autoregressive; repeatable",
+        one_decoder,
     )
-    group.add_argument(
+    repeatable(
         "--potential",
-        type=text,
-        action="append",
-        default=[],
-        metavar="NAME=MODULE:OBJECT",
-        help="a potential that requests may ask for by name, from a module of yours: a smcjax.TextPotential, a "
+        "NAME=MODULE:OBJECT",
+        "a potential that requests may ask for by name, from a module of yours: a smcjax.TextPotential, a "
         "smcjax.smc.Potential, or a function of a prompt and a list of texts; repeatable",
     )
     group.add_argument("--max-num-seqs", type=whole(1, 4096), default=8, metavar="G", help="requests at once (8)")

@@ -11,11 +11,10 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smcjax.cli.options import add_quiet_option, add_version_options
+from smcjax.cli.options import add_quiet_option, add_version_options, remark
 from smcjax.cli.parser import above, share, whole
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.errors import extra_missing
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from smcjax.tuning.pair import Paths
     from smcjax.tuning.run import Sampling, tune
     from smcjax.tuning.train import Objective, Schedule
-    from smcjax.viz.tuning import draw_tuning
+    from smcjax.viz.charts import draw_tuning
 
     report = tune(
         Paths.of(
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         objective=Objective(args.order, args.kl_share, args.gamma),
         schedule=Schedule(args.steps, args.learning_rate, args.seed),
         batch_tokens=args.batch_tokens,
-        on_line=(lambda _: None) if args.quiet else _say,
+        on_line=(lambda _: None) if args.quiet else remark,
     )
     draw_tuning(dataclasses.asdict(report), output / "tuning" / "curve.svg")
     print(table(report.before, report.after, args.gamma))
@@ -117,10 +116,6 @@ def table(before: Figures, after: Figures, gamma: int) -> str:
         cells = ("{:.4g} ({:.4g} to {:.4g})".format(*getattr(figures, name)) for figures in (before, after))
         lines.append(f"{label:<38}{next(cells):<38}{next(cells)}")
     return "\n".join(lines)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _check_output(output: Path, resume: bool) -> None:

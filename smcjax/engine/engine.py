@@ -243,14 +243,9 @@ class Engine:
     def reset(self) -> None:
         """Forgets all requests and the device's state."""
         self.dirty = True
-        self._scheduler.clear()
-        self._arrivals.clear()
-        self._running.clear()
-        self._preempted.clear()
-        self._streams.clear()
-        self._reported.clear()
-        self._outputs.clear()
-        self._scoring.clear()
+        requests = (self._arrivals, self._running, self._preempted, self._streams)
+        for kept in (self._scheduler, *requests, self._reported, self._outputs, self._scoring):
+            kept.clear()
         self.runner.discard()
         self.dirty = False
 

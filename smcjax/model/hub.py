@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from smcjax.errors import CheckpointError, extra_missing
 from smcjax.files import MIB, Unreadable, read_json
@@ -139,32 +141,18 @@ def fetched_model(name: str, revision: str | None) -> Path:
     """
     import huggingface_hub  # half a second, and only hub ids need it
 
-    repository, _, file = name.partition(":")
+    _, _, file = name.partition(":")
     if file:
-
-        def downloaded(file: str, revision: str | None) -> Path:
-            return Path(
-                _asked(name, revision, lambda: huggingface_hub.hf_hub_download(repository, file, revision=revision))
-            )
-
-        found = downloaded(file, revision)
+        download = functools.partial(_asked, name, huggingface_hub.hf_hub_download)
+        found = download(revision, filename=file)
         directory = found.parents[file.count("/")]
         for shard in shard_names(found.name):  # of the same commit, which is the directory's name
-            downloaded(str(found.relative_to(directory).with_name(shard)), directory.name)
+            download(directory.name, filename=str(found.relative_to(directory).with_name(shard)))
         return found
-
-    def snapshot(revision: str | None, files: list[str]) -> Path:
-        return Path(
-            _asked(
-                name,
-                revision,
-                lambda: huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=files),
-            )
-        )
-
-    directory = snapshot(revision, _FILES)
+    snapshot = functools.partial(_asked, name, huggingface_hub.snapshot_download)
+    directory = snapshot(revision, allow_patterns=_FILES)
     # The weights of the same commit, which is the directory's name; shards are those that the index names.
-    return snapshot(directory.name, _FILES + _shards(directory / _INDEX))
+    return snapshot(directory.name, allow_patterns=_FILES + _shards(directory / _INDEX))
 
 
 def _shards(index: Path) -> list[str]:
@@ -176,12 +164,13 @@ def _shards(index: Path) -> list[str]:
     return sorted(shard for shard in named if isinstance(shard, str) and re.fullmatch(r"[\w.-]+\.safetensors", shard))
 
 
-def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
+def _asked(name: str, download: Callable[..., str], revision: str | None, **what: Any) -> Path:
+    """What huggingface_hub's `download` gives of a hub id. Raises CheckpointError."""
     from huggingface_hub import errors, is_offline_mode
 
     nothing = f"{name} is neither a file or directory"
     try:
-        return download()
+        return Path(download(name.partition(":")[0], revision=revision, **what))
     except errors.RevisionNotFoundError:
         reason = f"{name} has no revision {revision!r}; pass a branch, a tag or a commit of it"
     except errors.GatedRepoError:

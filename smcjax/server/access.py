@@ -79,7 +79,7 @@ class Keys:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not PUBLIC.fullmatch(scope["path"]) and not self._opens(scope):
@@ -97,8 +97,7 @@ class Keys:
         """Compares with every key, in a time that says nothing about them."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, key = given.partition(b" ")
-        digest = _digest(key.strip())
-        found = [hmac.compare_digest(digest, one) for one in self._digests]
+        found = [hmac.compare_digest(hashlib.sha256(key.strip()).digest(), one) for one in self._digests]
         return kind.lower() == b"bearer" and any(found)
 
 
@@ -137,7 +136,3 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from smcjax.engine.async_llm import ChunkStream
 from smcjax.engine.requests.requests import Prompt
 from smcjax.engine.requests.sampling_params import SamplingParams
@@ -28,7 +30,8 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes, si
         params = await served.beside(size, sampling_params, ask, served.settings.potentials)
         model, routed = served.models.answering(asked, params)
         await served.forms.prepare(model.llm.llm, params)
-        streams, echoes = await served.beside(size, _made, model, ask, params)
+        made: Any = _to_prompts if isinstance(ask, CompletionAsk) else _to_conversation
+        streams, echoes = await served.beside(size, made, model, ask, params)
         await served.beside(0, served.token_texts, model)  # which are made with a model's first request
         for stream in streams:
             stream.start(beside=streams[0])
@@ -43,10 +46,6 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes, si
 
 
 Begun = tuple[list[ChunkStream], list[str | None]]  # choices, and what each has before its answer
-
-
-def _made(model: VirtualModel, ask: CompletionAsk | ChatAsk, params: SamplingParams) -> Begun:
-    return _to_prompts(model, ask, params) if isinstance(ask, CompletionAsk) else _to_conversation(model, ask, params)
 
 
 def _to_prompts(model: VirtualModel, ask: CompletionAsk, params: SamplingParams) -> Begun:

@@ -50,23 +50,24 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._engines = _Engines()
         self._registry.register(self._engines)
+        histograms = {
+            "first": (
+                "time_to_first_token_seconds",
+                "time_to_first_token_seconds",
+                "Until the first token that is certain",
+            ),
+            "whole": ("request_seconds", "e2e_request_latency_seconds", "From a request's arrival to its end"),
+        }
         self._histograms = {
-            name: [self._histogram(one, text) for one in names]
-            for name, names, text in (
-                (
-                    "first",
-                    ("smcjax_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
-                    "Until the first token that is certain",
-                ),
-                (
-                    "whole",
-                    ("smcjax_request_seconds", "vllm:e2e_request_latency_seconds"),
-                    "From a request's arrival to its end",
-                ),
-            )
+            key: [
+                Histogram(name, text, [_LABEL], registry=self._registry, buckets=_SECONDS)
+                for name in (f"smcjax_{ours}", f"vllm:{theirs}")
+            ]
+            for key, (ours, theirs, text) in histograms.items()
         }
         self._prompt_tokens = [
-            self._counter(name, "Tokens of prompts") for name in ("smcjax_prompt_tokens", "vllm:prompt_tokens")
+            Counter(name, "Tokens of prompts", [_LABEL], registry=self._registry)
+            for name in ("smcjax_prompt_tokens", "vllm:prompt_tokens")
         ]
         self._endings = [
             Counter(name, "Requests that were answered", [_LABEL, "finished_reason"], registry=self._registry)
@@ -94,12 +95,6 @@ class Metrics:
         self._engines.figures = {model.name: one for model, one in zip(models, figures, strict=True)}
         self._engines.batch_cycles = {model.name: model.llm.llm.batch_cycles for model in models}
         return generate_latest(self._registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, [_LABEL], registry=self._registry, buckets=_SECONDS)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, [_LABEL], registry=self._registry)
 
 
 class _Engines(Collector):

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ class Models:
         self.all = [VirtualModel(f"{name}:{label_of(llm.llm.decoding)}", llm) for llm in llms]
         self._by_name = {model.name: model for model in self.all}
         if len(self._by_name) < len(self.all):
-            raise ValueError(f"two decoders would both be called {_twice(self.all)}; leave one of them out.")
+            ((twice, _),) = Counter(model.name for model in self.all).most_common(1)
+            raise ValueError(f"two decoders would both be called {twice}; leave one of them out.")
         self._by_name[name] = self.all[0]
 
     @property
@@ -130,11 +132,6 @@ def label_of(decoding: Decoding) -> str:
     else:  # one that is not ours, by all that is said of it
         parts += [f"{name}{value}" for name, value in as_json(decoding).items() if name not in ("decoder", "sparse")]
     return "-".join(parts)
-
-
-def _twice(models: Sequence[VirtualModel]) -> str:
-    names = [model.name for model in models]
-    return next(name for name in names if names.count(name) > 1)
 
 
 def with_exact(

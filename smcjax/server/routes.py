@@ -6,10 +6,8 @@ from fastapi import APIRouter, Request, Response
 
 from smcjax.server.begin import begin
 from smcjax.server.body import parse, read_body
-from smcjax.server.chat import ChatShapes
-from smcjax.server.completions import CompletionShapes
 from smcjax.server.openapi import JSON_OR_EVENTS, body_of
-from smcjax.server.shapes import Shapes
+from smcjax.server.shapes import ChatShapes, CompletionShapes, Shapes
 from smcjax.server.sse import EventStream, whole, with_end
 from smcjax.server.state import Served
 

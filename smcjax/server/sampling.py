@@ -19,6 +19,10 @@ COMPLETION_TOKENS = 16  # of a completion whose request says nothing
 _OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _GUIDED = {f"guided_{name}": kind for name, kind in _OUTPUTS.items()}
 _OUTPUTS["json_object"] = "json_object"
+_ALIKE = (  # fields that are those of `SamplingParams`
+    *("temperature", "top_p", "top_k", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 
 def sampling_params(ask: Ask, potentials: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
@@ -28,14 +32,8 @@ def sampling_params(ask: Ask, potentials: Mapping[str, Any] = MappingProxyType({
     """
     logprobs = _logprobs(ask)
     given: dict[str, Any] = {
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
-        "top_k": ask.top_k,
+        **{name: getattr(ask, name) for name in _ALIKE},
         "stop": ask.stop or None,
-        "stop_token_ids": ask.stop_token_ids,
-        "presence_penalty": ask.presence_penalty,
-        "frequency_penalty": ask.frequency_penalty,
-        "repetition_penalty": ask.repetition_penalty,
         "logit_bias": _bias(ask.logit_bias),
         "response_format": _form(ask),
         "control": None if ask.smc is None else ask.smc.control,
@@ -44,8 +42,6 @@ def sampling_params(ask: Ask, potentials: Mapping[str, Any] = MappingProxyType({
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
         max_tokens=_max_tokens(ask),
-        min_tokens=ask.min_tokens,
-        ignore_eos=ask.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=logprobs if isinstance(ask, CompletionAsk) and ask.echo else ask.prompt_logprobs,
     )

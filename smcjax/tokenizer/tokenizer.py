@@ -73,7 +73,11 @@ class Tokenizer:
         """
         directory = Path(directory)
         if directory.is_file():
-            return cls.from_gguf(directory)
+            with _quiet():
+                from smcjax.tokenizer.gguf import tokenizer_of  # which imports transformers
+
+                inner = tokenizer_of(GGUFFile.open(directory))
+            return None if inner is None else cls(inner, inner.get_vocab())
         if not any((directory / name).exists() for name in _FILES):
             return None
         if not any((directory / name).exists() for name in _CONTENTS):
@@ -83,16 +87,6 @@ class Tokenizer:
             )
         with _quiet():
             return cls(*load_tokenizer(directory))
-
-    @classmethod
-    def from_gguf(cls, path: Path) -> Tokenizer | None:
-        """The tokenizer of a GGUF file, or None where it has none. Raises CheckpointError for one that is not read."""
-        file = GGUFFile.open(path)
-        with _quiet():
-            from smcjax.tokenizer.gguf import tokenizer_of  # which imports transformers
-
-            inner = tokenizer_of(file)
-        return None if inner is None else cls(inner, inner.get_vocab())
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the chat template, as `load` reads them."""

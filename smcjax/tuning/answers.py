@@ -33,15 +33,6 @@ class Answers:
         """Tokens of the longest answer."""
         return int(self.answer.max())
 
-    @staticmethod
-    def names() -> list[str]:
-        """The names of the arrays."""
-        return [field.name for field in dataclasses.fields(Answers)]
-
-    def arrays(self) -> list[tuple[str, np.ndarray]]:
-        """The arrays with their names."""
-        return [(name, getattr(self, name)) for name in self.names()]
-
 
 def sample_answers(
     llm: LLM, prompts: Sequence[Prompt], *, temperature: float, max_tokens: int, seed: int, use_tqdm: bool = False

@@ -168,7 +168,9 @@ def _answers(
         arrays, facts = kept
         require_same(path, facts, drawn)
         on_line(f"answers of the target as {path} has them")
-        train, apart = (Answers(*(arrays[f"{kind}/{name}"] for name in Answers.names())) for kind in kinds)
+        train, apart = (
+            Answers(*(arrays[f"{kind}/{one.name}"] for one in dataclasses.fields(Answers))) for kind in kinds
+        )
         return train, apart
     began = time.perf_counter()
     found = []
@@ -193,7 +195,9 @@ def _answers(
                 )
             )
     on_line(f"answers of the target drawn in {time.perf_counter() - began:.0f} s")
-    arrays = {f"{kind}/{name}": array for kind, one in zip(kinds, found, strict=True) for name, array in one.arrays()}
+    arrays = {
+        f"{kind}/{name}": array for kind, one in zip(kinds, found, strict=True) for name, array in vars(one).items()
+    }
     write_arrays(path, arrays, drawn)
     return found[0], found[1]
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from smcjax.matmul import is_packed
 from smcjax.model import ModelConfig, init_params, logits
+from smcjax.model.folding import widen_params
 from smcjax.model.quantize import quantize_params
-from smcjax.model.widening import widen_params
 
 CONFIG = ModelConfig(512, 512, 768, 2, 8, 2, 64, 256)  # widths at which roundings differ
 

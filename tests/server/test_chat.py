@@ -11,8 +11,7 @@ import pytest
 
 from smcjax import SamplingParams
 from smcjax.engine.results.outputs import StreamChunk, TokenLogprob
-from smcjax.server.chat import ChatShapes
-from smcjax.server.shapes import Emitted
+from smcjax.server.shapes import ChatShapes, Emitted
 from smcjax.server.tokens import TokenTexts
 from tests.server.conftest import EXACT_NAME, Running
 

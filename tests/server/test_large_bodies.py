@@ -83,7 +83,7 @@ def test_nothing_that_grows_with_a_body_runs_on_the_event_loop(
     for holder, name in (
         (routes, "parse"),
         (begin, "sampling_params"),
-        (begin, "_made"),
+        (begin, "_to_prompts"),
         (Tokenizer, "encode"),
         (SamplingParams, "__post_init__"),
         (state.TokenTexts, "text_of"),

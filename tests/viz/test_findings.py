@@ -9,10 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from smcjax.viz.acceptance import draw_acceptance
-from smcjax.viz.decoders import draw_frontier
-from smcjax.viz.serving import draw_latency
-from smcjax.viz.tuning import draw_tuning
+from smcjax.viz.charts import draw_acceptance, draw_frontier, draw_latency, draw_tuning
 
 SVG = "{http://www.w3.org/2000/svg}"
 

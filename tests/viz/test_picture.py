@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from smcjax.viz.acceptance import draw_acceptance
+from smcjax.viz.charts import draw_acceptance
 from smcjax.viz.picture import write_figure
 
 

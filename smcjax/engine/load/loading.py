@@ -31,13 +31,12 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.dropping import drop_layers, dropped_config
 from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
-from smcjax.model.folding import fold_for_kernels
+from smcjax.model.folding import fold_for_kernels, widen_params
 from smcjax.model.hub import bundled_model
 from smcjax.model.parallel import AXIS, TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config
-from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations
 from smcjax.quantization import QUANTIZATIONS
 from smcjax.rejection import RejectionDecoder

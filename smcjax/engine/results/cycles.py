@@ -26,14 +26,11 @@ def later_cycle(request: Request, index: int, info: Any, rows: RowsAfter) -> Cyc
     `rows` are those after the cycle. A population's are made by `CycleHistory`.
     """
     lengths = np.asarray(info.length - len(request.token_ids), np.int32)
-    blocks = [_up_to_stop(block, request.stop_ids) for block in info.tokens.tolist()]
+    blocks = []
+    for block in info.tokens.tolist():  # without what lies behind the first stop token
+        stops = (column for column, token in enumerate(block) if token in request.stop_ids)
+        blocks.append(block[: next(stops, len(block) - 1) + 1])
     return Cycle(index, blocks, lengths, rows.ancestors.copy(), rows.finished.copy())
-
-
-def _up_to_stop(block: list[int], stop_ids: tuple[int, ...]) -> list[int]:
-    """The block without what lies behind its first stop token."""
-    stops = (column for column, token in enumerate(block) if token in stop_ids)
-    return block[: next(stops, len(block) - 1) + 1]
 
 
 class _Grown(Protocol):

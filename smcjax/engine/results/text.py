@@ -13,6 +13,7 @@ The text of a token depends on few tokens before it, so T is taken of a window o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from smcjax.tokenizer.tokenizer import Tokenizer
@@ -54,7 +55,9 @@ class AnswerText:
         if added:
             self._known = final
             if len(self._window) > LONGEST:
-                self._shorten()
+                # As far as possible: all of its text has been emitted, but for an open end.
+                self._window, self._known = _tail(tokenizer, self._window)
+                self._known = self._known.removesuffix(UNDECODED) if self._ends_open else self._known
         return added
 
     def rest(self) -> str:
@@ -72,18 +75,8 @@ class AnswerText:
         """Returns the end of the window's `text`, beyond what is known of it."""
         if text.startswith(self._known):
             return text[len(self._known) :]
-        return text[_shared(self._known, text) :]
-
-    def _shorten(self) -> None:
-        """Shortens the window as far as possible. All of its text has been emitted, but for an open end."""
-        self._window, self._known = _tail(self._tokenizer, self._window)
-        if self._ends_open:
-            self._known = self._known.removesuffix(UNDECODED)
-
-
-def _shared(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._known, text, strict=False))
+        return text[len(list(same)) :]
 
 
 def answer_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> str:

@@ -103,9 +103,6 @@ class Runner:
     def _new_memory(self) -> Any:
         return self.program.create_memory(self.params, self.num_pages)
 
-    def _create_memory(self) -> Any:
-        return self._new_memory_compiled() if self.sharded is None else self.sharded.run(self._new_memory)
-
     def _put(self, tree: Any) -> Any:
         """Sends arrays of the host to the device, or to all."""
         return jax.device_put(tree) if self.sharded is None else self.sharded.put(tree)
@@ -114,7 +111,8 @@ class Runner:
     def take_memory(self, fill: Callable[[Any], Any] = lambda memory: memory) -> None:
         """Takes the missing memory for KV, which otherwise waits for the first batch; `fill` says what is in it."""
         if self.memory is None:
-            self._memory = fill(self._create_memory())
+            sharded, new = self.sharded, self._new_memory
+            self._memory = fill(self._new_memory_compiled() if sharded is None else sharded.run(new))
         if self.cached is None:
             self.cached = self._put(np.full(self.cache_slots, TRASH, np.int32))
 

@@ -22,7 +22,8 @@ def take(state: Any, slots: Int[Array, " P"]) -> Any:
     def pick(leaf: jax.Array) -> jax.Array:
         return jnp.take(leaf, _entries(slots, leaf.shape[0] // groups), axis=0, mode="clip")
 
-    return _with_memory(jax.tree.map(pick, _without_memory(state)), state.memory)
+    picked = jax.tree.map(pick, dataclasses.replace(state, memory=None))
+    return dataclasses.replace(picked, memory=state.memory)
 
 
 def put(state: Any, slots: Int[Array, " P"], groups: Any) -> Any:
@@ -32,18 +33,10 @@ def put(state: Any, slots: Int[Array, " P"], groups: Any) -> Any:
     def place(leaf: jax.Array, new: jax.Array) -> jax.Array:
         return leaf.at[_entries(slots, leaf.shape[0] // size)].set(new, mode="drop")
 
-    placed = jax.tree.map(place, _without_memory(state), _without_memory(groups))
-    return _with_memory(placed, groups.memory)
+    placed = jax.tree.map(place, *(dataclasses.replace(one, memory=None) for one in (state, groups)))
+    return dataclasses.replace(placed, memory=groups.memory)
 
 
 def _entries(slots: Int[Array, " P"], each: int) -> Int[Array, " Peach"]:
     """The entries of these slots in an array with `each` entries a group."""
     return (slots[:, None] * each + jnp.arange(each)[None]).reshape(-1)
-
-
-def _without_memory(state: Any) -> Any:
-    return dataclasses.replace(state, memory=None)
-
-
-def _with_memory(state: Any, memory: Any) -> Any:
-    return dataclasses.replace(state, memory=memory)
