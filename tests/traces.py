@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
+from smcjax.engine.results.completion import normalized
 from smcjax.engine.results.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
-from smcjax.engine.results.results import normalized
 from smcjax.viz.trace_file import TraceFile
 
 _KEPT = {field.name for field in dataclasses.fields(TraceFile)}  # of a trace, in its file

@@ -41,11 +41,13 @@ _DEVICES = {
     "tensor_parallel_size": whole(1, 1 << 10),
     "draft_tensor_parallel_size": or_none(whole(1, 1 << 10), ""),
 }
-# Arguments that say which models there are, and how they are held.
-OF_MODELS = (
+# Arguments that say which models are loaded; those, and how devices hold them; and of an engine on any models.
+OF_LOADING = (
     *("model", "draft_model", "revision", "draft_revision", "draft_drop_layers", "quantization", "draft_quantization"),
-    *("dtype", "tensor_parallel_size", "draft_tensor_parallel_size", "separate_draft", "implementation"),
+    *("dtype", "implementation"),
 )
+OF_MODELS = (*OF_LOADING, "tensor_parallel_size", "draft_tensor_parallel_size", "separate_draft")
+OF_ENGINE = ("page_size", "num_pages", "max_num_seqs", "gpu_memory_utilization", "enable_prefix_caching", "admission")
 
 
 def check_devices(size: object, of_draft: object, separate_draft: object) -> None:

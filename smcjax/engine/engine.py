@@ -26,8 +26,8 @@ from smcjax.device import on_cpu
 from smcjax.engine.requests.requests import Request, make_batch
 from smcjax.engine.reset_on_error import reset_on_error
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
-from smcjax.engine.results.results import Times, aborted_in_the_queue, assemble
-from smcjax.engine.results.running import Running
+from smcjax.engine.results.results import aborted_in_the_queue, assemble
+from smcjax.engine.results.running import Running, Times
 from smcjax.engine.results.steering import Scorer, Steering, values_of
 from smcjax.engine.results.stopping import StopStrings
 from smcjax.engine.results.streaming import StablePrefixStream
@@ -558,55 +558,20 @@ class Engine:
             self._conclude(running)
 
     def _output(self, running: Running, population: Any) -> RequestOutput:
-        request = running.group.request
-        output = assemble(
-            request,
-            population,
-            running.infos,
-            running.times,
-            self._decoder,
-            self._tokenizer,
-            num_cached_tokens=running.group.cached,
-            preemptions=running.preemptions,
-            aborted=running.aborted,
-            refused=running.refused,
-            text_of=None if running.stable_prefix is None else running.stable_prefix.text_of,
-        )
-        output = running.completed(output, int(population.selected[0]))
+        output = assemble(running, population, self._tokenizer)
         if output.smc is not None and output.smc.warning is not None:
-            logger.warning("Request %s: %s.", request.request_id, output.smc.warning)
-        prefix = running.stable_prefix
-        if prefix is not None:
+            logger.warning("Request %s: %s.", output.request_id, output.smc.warning)
+        if running.stable_prefix is not None:
             answer = output.outputs[0]
-            if len(answer.token_ids) < len(prefix.token_ids) and (running.aborted or output.error is not None):
-                # The group had begun again, or failed: the answer is what was emitted.
-                text, token_ids = prefix.text, prefix.token_ids
-                answer = dataclasses.replace(
-                    answer, text=text, token_ids=list(token_ids), logprobs=None, top_logprobs=None
-                )
-                start, control = len(request.token_ids), request.params.control
-                report = self._decoder.report(running.infos, start, len(token_ids), control=control)
-                metrics = dataclasses.replace(
-                    output.metrics,
-                    generated_tokens=len(token_ids),
-                    accepted=report.accepted,
-                    accepted_at=report.accepted_at,
-                )
-                output = dataclasses.replace(output, outputs=[answer], metrics=metrics)
-            self._end_stream(output, *prefix.rest(answer.text, answer.token_ids))
+            self._end_stream(output, *running.stable_prefix.rest(answer.text, answer.token_ids))
         return output
 
     def _ended_in_the_queue(self, request: Request) -> RequestOutput:
         """The output of a request that was aborted while it waited, for the first time or since it was preempted."""
         running = self._preempted.pop(request.request_id, None)
-        if running is None:
-            return aborted_in_the_queue(request, self._decoder.decoding)
-        running.times.ended = self._clock.at()
-        prefix = running.stable_prefix
-        text, token_ids = ("", []) if prefix is None else (prefix.text, prefix.token_ids)
-        return aborted_in_the_queue(
-            request, self._decoder.decoding, running.times, text, token_ids, running.preemptions
-        )
+        if running is not None:
+            running.times.ended = self._clock.at()
+        return aborted_in_the_queue(request, self._decoder.decoding, running)
 
     def _end_stream(self, output: RequestOutput, text: str, token_ids: list[int]) -> None:
         """Adds the last chunk to the request's stream, if the request streams."""

@@ -18,7 +18,7 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
-from smcjax.engine.arguments import OF_MODELS, RULES, check_devices, compiles_at_start
+from smcjax.engine.arguments import OF_ENGINE, OF_LOADING, OF_MODELS, RULES, check_devices, compiles_at_start
 from smcjax.engine.engine import Engine
 from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.loading import (
@@ -198,10 +198,8 @@ class LLM:
                 f"separate_draft is True and decoding is {self.decoding}, whose draft and target wait for each other; "
                 "use SMC(pipelined=True), or tensor_parallel_size for several devices."
             )
-        of_drafts: dict[str, Any] = {
-            "draft_quantization": draft_quantization,
-            "draft_drop_layers": draft_drop_layers,
-            "draft_tensor_parallel_size": draft_tensor_parallel_size,
+        of_drafts = {
+            name: given[name] for name in ("draft_quantization", "draft_drop_layers", "draft_tensor_parallel_size")
         }
         if draft_model == NGRAM and drafts:
             self._accept(NGram())
@@ -227,15 +225,7 @@ class LLM:
         # What answers the rest has memory of its own, by its rows.
         rest = 0 if self._exact is None else self._exact.rows / (self._exact.rows + self.decoding.rows)
         self._kv_fraction = kv_fraction * (1 - rest)
-        self._of_beside: dict[str, Any] = {
-            "page_size": page_size,
-            "num_pages": num_pages,
-            "max_num_seqs": max_num_seqs,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enable_prefix_caching": enable_prefix_caching,
-            "admission": admission,
-            "kv_fraction": kv_fraction * rest,
-        }
+        self._of_beside = {name: given[name] for name in OF_ENGINE} | {"kv_fraction": kv_fraction * rest}
         self.max_num_seqs = max_num_seqs
         # Blocks that pages of 16 would cut are cut by 128 as well.
         checked_size = DEFAULT_PAGE_SIZE if page_size is None else page_size
@@ -245,21 +235,13 @@ class LLM:
             parallel = devices_of_host(tensor_parallel_size) if tensor_parallel_size > 1 else None
             disaggregated = two_devices("separate_draft") if separate_draft else None
             self.models = load_models(
-                model,
-                draft_model,
+                **{name: given[name] for name in OF_LOADING},
                 needs_draft=drafts,
-                dtype=dtype,
-                revision=revision,
-                draft_revision=draft_revision,
-                draft_drop_layers=draft_drop_layers,
-                quantization=quantization,
-                draft_quantization=draft_quantization,
                 page_size=checked_size,
                 sparse=self.decoding.speculation.sparse,
                 accepts=self._accept,
                 parallel=parallel,
                 draft_divided=None if draft_tensor_parallel_size is None else draft_tensor_parallel_size > 1,
-                implementation=implementation,
             )
         try:
             if share is None:
@@ -274,28 +256,16 @@ class LLM:
             self.page_size = usual if page_size is None else page_size
             self._footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
-            automata = None if share is None else share._preparer.automata
-            self._set_up(
-                max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission, seed, automata
-            )
+            self._set_up(given, None if share is None else share._preparer.automata)
             if compiles_at_start(compile_at_start):
                 self.warm_up()
         except BaseException:  # whose traceback may be kept, and with it whatever refers to memory of the device
             self.close()
             raise
 
-    def _set_up(
-        self,
-        max_model_len: int | None,
-        num_pages: int | None,
-        gpu_memory_utilization: float,
-        enable_prefix_caching: bool,
-        admission: str,
-        seed: int,
-        automata: Automata | None,
-    ) -> None:
-        """Takes memory for KV and makes the engine."""
-        longest = self.models.max_position_embeddings
+    def _set_up(self, given: Mapping[str, Any], automata: Automata | None) -> None:
+        """Takes memory for KV and makes the engine, as the arguments that were `given` say."""
+        longest, max_model_len = self.models.max_position_embeddings, given["max_model_len"]
         if max_model_len is not None and max_model_len > longest:
             raise ValueError(f"max_model_len is {max_model_len} and the models end at {longest} positions; lower it.")
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
@@ -311,14 +281,16 @@ class LLM:
             disaggregated=models.disaggregated is not None,
         )
         workspace = 0 if models.sharded is None else models.sharded.workspace_bytes(decoder.implementation)
-        self.num_pages = self._num_pages(decoder.page_bytes, workspace, num_pages, gpu_memory_utilization)
+        self.num_pages = self._num_pages(
+            decoder.page_bytes, workspace, given["num_pages"], given["gpu_memory_utilization"]
+        )
         self._preparer: RequestPreparer = RequestPreparer(
             decoder,
             tokenizer=self.tokenizer,
             eos_token_ids=models.eos_token_ids,
             footprint=self._footprint,
             num_pages=self.num_pages,
-            seed=seed,
+            seed=given["seed"],
             automata=automata,
         )
         params = PairParams(models.target_params, models.draft_params)
@@ -330,8 +302,8 @@ class LLM:
             runner,
             max_num_seqs=self.max_num_seqs,
             tokenizer=self.tokenizer,
-            prefix_caching=enable_prefix_caching,
-            optimistic=admission == "optimistic",
+            prefix_caching=given["enable_prefix_caching"],
+            optimistic=given["admission"] == "optimistic",
             switch=None if self._planned is None else self._planned.switch(),
         )
         runner.take_memory()

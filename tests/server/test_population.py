@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from smcjax import SamplingParams
+from smcjax.engine.results.completion import normalized
 from smcjax.engine.results.outputs import Cycle
-from smcjax.engine.results.results import normalized
 from smcjax.server.population import Cycles, numbers
 from smcjax.viz.trace_file import load_trace
 from tests.server.conftest import EXACT_NAME, SMC_NAME, Running, events_of

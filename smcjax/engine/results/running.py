@@ -12,13 +12,27 @@ from smcjax.decoding.decoder import CycleHistory, Decoder
 from smcjax.decoding.scores import Scores
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.results.cycles import first_cycle, later_cycle
-from smcjax.engine.results.outputs import Cycle, RequestOutput, StreamChunk
-from smcjax.engine.results.results import Times
+from smcjax.engine.results.outputs import Cycle, StreamChunk
 from smcjax.engine.results.scores import Scored, prompt_scores, scores_along
 from smcjax.engine.results.steering import Steering
 from smcjax.engine.results.stopping import StopStrings
 from smcjax.engine.results.streaming import StablePrefixStream
 from smcjax.engine.schedule.scheduler import Group
+
+
+@dataclasses.dataclass
+class Times:
+    """The times of a request's events, by the engine's `Clock`; 0: not yet."""
+
+    arrived: float
+    began: float  # first admitted
+    first_seen: float = 0.0  # its first tokens
+    ended: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the request's first admission to its end."""
+        return self.ended - self.began
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,15 +118,7 @@ class Running:
             count=self.request.params.logprobs or 0,
         )
 
-    def completed(self, output: RequestOutput, selected: int) -> RequestOutput:
-        """The output with the requested scores, `selected` being the row that answers."""
-        answer = output.outputs[0]
-        if self.request.params.logprobs and output.error is None:
-            scored = self.scores(selected, 0, len(answer.token_ids))
-            answer = dataclasses.replace(answer, top_logprobs=[] if scored is None else scored.top)
-        return dataclasses.replace(output, outputs=[answer], **self._prompt_fields())
-
-    def _prompt_fields(self) -> dict[str, Any]:
+    def prompt_fields(self) -> dict[str, Any]:
         """The prompt's log-probabilities as fields of outputs and chunks; none before all of it is read."""
         requested, length = self.request.params.prompt_logprobs, len(self.request.token_ids)
         if requested is None or sum(len(chunk.logprobs) for chunk in self.prompt) < length:
@@ -140,7 +146,7 @@ class Running:
                 "top_logprobs": scored.top if self.request.params.logprobs else None,
             }
         if not self.observed_prompt:
-            prompt = self._prompt_fields()
+            prompt = self.prompt_fields()
             self.observed_prompt = bool(prompt)
             fields |= prompt
         cycle = self._cycle(kind, value)

@@ -28,8 +28,8 @@ import numpy as np
 from smcjax.decoders.text_potential import TextPotential
 from smcjax.decoding.sequences import Population
 from smcjax.engine.requests.requests import Request
+from smcjax.engine.results.completion import completion_of, first_stop, normalized
 from smcjax.engine.results.cycles import rows_after
-from smcjax.engine.results.results import completion_of, first_stop, normalized
 from smcjax.engine.results.text import AnswerText
 from smcjax.smc.history import log_mean
 from smcjax.smc.steering import TextValues

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smcjax.engine.requests.requests import Request
+from smcjax.engine.results.completion import first_stop
 from smcjax.engine.results.cycles import rows_after
-from smcjax.engine.results.results import first_stop
 from smcjax.engine.results.text import AnswerText
 from smcjax.tokenizer.tokenizer import Tokenizer
 

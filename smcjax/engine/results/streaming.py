@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smcjax.engine.requests.requests import Request
-from smcjax.engine.results.results import first_stop
+from smcjax.engine.results.completion import first_stop
 from smcjax.engine.results.text import AnswerText
 from smcjax.tokenizer.tokenizer import Tokenizer
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from smcjax import LLM, SMC, SamplingParams, StreamChunk
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.results import streaming
-from smcjax.engine.results.results import Times, completion_of, first_stop
-from smcjax.engine.results.running import Running
+from smcjax.engine.results.completion import completion_of, first_stop
+from smcjax.engine.results.running import Running, Times
 from smcjax.engine.results.streaming import StablePrefixStream
 from smcjax.engine.schedule.scheduler import Group
 from smcjax.smc import SMCDecoder

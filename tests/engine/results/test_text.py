@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 
 from smcjax import SamplingParams
 from smcjax.engine.requests.requests import Request
-from smcjax.engine.results.results import completion_of, first_stop
+from smcjax.engine.results.completion import completion_of, first_stop
 from smcjax.engine.results.streaming import StablePrefixStream
 from smcjax.engine.results.text import AnswerText, answer_text
 from tests.tokenizers_like import KINDS
