@@ -18,18 +18,18 @@ from smcjax.decoding.constraints import extend
 from smcjax.decoding.cycle_view import reserve, view_of
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.distribution import Drawn, SamplingDistribution, distribution_of, processed_logits, sample
-from smcjax.decoding.groups import Groups, Info, Memory, PairParams
+from smcjax.decoding.groups import Groups, Info, PairParams
 from smcjax.decoding.next_token import Steps, next_token, plan_steps, prepare
 from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.scores import by_group, scores
-from smcjax.decoding.sequences import Population, cut_block, population
+from smcjax.decoding.sequences import cut_block
 from smcjax.model.decoder import unembed
 
 State = Groups  # one row a request
 TargetProgram = Program[Autoregressive]
-begin, prefill = admission.begin, admission.prefill
+begin, prefill, conclude = admission.begin, admission.prefill, admission.conclude
 
 
 @by_implementation
@@ -56,7 +56,7 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
     one = Steps(view.positions[None], view.write_pages[None], keys[None], number[None])
     one = prepare(config, params.target, view, one, distribution, plan)
     drawn, cache = next_token(config, params.target, state.memory.target, view, one, 0, distribution, plan)
-    state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache))
+    state = state.with_memory(target=cache)
     state = _append(state, drawn)
     state = dataclasses.replace(state, cycle=state.cycle + ran.astype(jnp.int32))
     length = state.sequences.length[:, None]
@@ -101,19 +101,6 @@ def _append(state: State, drawn: Drawn) -> State:
         failed=state.failed | (state.running & broken),
         running=state.running & ~broken & ~sequences.finished,
     )
-
-
-def conclude(program: TargetProgram, state: State) -> tuple[Population, Memory]:
-    """Returns the ended sequences, and the memory with every page given back."""
-    groups = state.running.shape[0]
-    ended = population(
-        state.sequences,
-        log_weight=jnp.zeros((groups, 1)),
-        log_evidence=jnp.zeros(groups),
-        selected=jnp.zeros(groups, jnp.int32),
-        failed=state.failed,
-    )
-    return ended, state.release()
 
 
 class AutoregressiveDecoder(Decoder[Autoregressive, State, Info]):

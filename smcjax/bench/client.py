@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import json
 import math
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from smcjax.bench.latency import latencies, median_and_p99, throughputs
+from smcjax.bench.latency import Followed, arrivals, figures_of, median_and_p99
 from smcjax.markdown import table
 from smcjax.tasks.questions import questions
 
@@ -52,17 +51,12 @@ class ClientLoad:
 
 
 @dataclasses.dataclass
-class Answered:
-    """One request: its times in seconds since the first arrival, and what the server counted; `error` if it failed.
+class Answered(Followed):
+    """One request, with the tokens that the server counted; `error` if it failed.
 
-    It is sent when it arrives, or later where too many are under way.
+    It begins when it arrives, or later where too many are under way.
     """
 
-    sent: float
-    received: list[float] = dataclasses.field(default_factory=list)  # when each piece of text came
-    ended: float = math.nan
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
     error: str | None = None
 
 
@@ -73,9 +67,7 @@ async def run(load: ClientLoad, on_ended: Callable[[], None] = lambda: None) -> 
     """
     headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key is not None else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.num_prompts)
-    rng = np.random.default_rng(load.seed)
-    gaps = rng.exponential(1.0, load.num_prompts) / load.request_rate
-    gaps[0] = 0.0
+    times = arrivals(np.random.default_rng(load.seed), load.num_prompts, load.request_rate)
     prompts = [question.prompt for question in questions("words", load.seed, load.num_prompts)]
     slots = asyncio.Semaphore(load.max_concurrency or load.num_prompts)
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_SECONDS) as client:
@@ -85,7 +77,7 @@ async def run(load: ClientLoad, on_ended: Callable[[], None] = lambda: None) -> 
         async def one(number: int, at: float) -> Answered:
             await asyncio.sleep(max(0.0, at - (time.perf_counter() - began)))
             async with slots:
-                answered = Answered(sent=time.perf_counter() - began)
+                answered = Answered(time.perf_counter() - began)
                 try:
                     await _answer(client, load, model, prompts[number], number, answered, began)
                 except (httpx.HTTPError, _Refused) as error:
@@ -94,7 +86,7 @@ async def run(load: ClientLoad, on_ended: Callable[[], None] = lambda: None) -> 
             on_ended()
             return answered
 
-        return model, await asyncio.gather(*(one(*each) for each in enumerate(np.cumsum(gaps).tolist())))
+        return model, await asyncio.gather(*(one(*each) for each in enumerate(times)))
 
 
 class _Refused(Exception):
@@ -146,8 +138,8 @@ async def _answer(
                 answered.received.append(time.perf_counter() - began)
             usage = event.get("usage")
             if usage:
-                answered.prompt_tokens = usage["prompt_tokens"]
-                answered.completion_tokens = usage["completion_tokens"]
+                answered.input_tokens = usage["prompt_tokens"]
+                answered.output_tokens = usage["completion_tokens"]
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -170,26 +162,13 @@ def figures(load: ClientLoad, model: str, requests: Sequence[Answered]) -> dict[
     """The figures under vLLM's names, milliseconds where they say so; None of what never happened."""
     duration = max(one.ended for one in requests)
     ended = [one for one in requests if one.error is None and one.received]
-    inputs, tokens = sum(one.prompt_tokens for one in ended), sum(one.completion_tokens for one in ended)
     return {
         "model": model,
         "request_rate": load.request_rate if math.isfinite(load.request_rate) else "inf",
         "max_concurrency": load.max_concurrency,
         "num_prompts": load.num_prompts,
         "failed": sum(one.error is not None for one in requests),
-        **throughputs(duration, len(ended), inputs, tokens),
-        **latencies(
-            {
-                "ttft": [one.received[0] - one.sent for one in ended],
-                "itl": [b - a for one in ended for a, b in itertools.pairwise(one.received)],
-                "tpot": [
-                    (one.ended - one.received[0]) / (one.completion_tokens - 1)
-                    for one in ended
-                    if one.completion_tokens > 1
-                ],
-                "e2el": [one.ended - one.sent for one in ended],
-            }
-        ),
+        **figures_of(duration, ended),
     }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +14,48 @@ import numpy as np
 PERCENTILES = (95, 99)
 
 
-def throughputs(duration: float, completed: int, input_tokens: int, output_tokens: int) -> dict[str, float]:
-    """Counts of requests that were answered within `duration` seconds, and how many of each that is a second."""
+@dataclasses.dataclass
+class Followed:
+    """A request as its reader sees it; times in seconds since the first arrival."""
+
+    began: float
+    received: list[float] = dataclasses.field(default_factory=list)  # when each piece of the answer came
+    ended: float = math.nan
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+def arrivals(rng: np.random.Generator, count: int, rate: float) -> list[float]:
+    """Times from 0 on, of a Poisson process of `rate` a second; all 0 at infinity."""
+    gaps = rng.exponential(1.0, count) / rate
+    gaps[0] = 0.0
+    return np.cumsum(gaps).tolist()
+
+
+def figures_of(
+    duration: float, answered: Sequence[Followed], others: Mapping[str, Sequence[float]] | None = None
+) -> dict[str, Any]:
+    """Requests and tokens in `duration` seconds, and the latencies of answered requests beside those of `others`."""
+    inputs, outputs = sum(one.input_tokens for one in answered), sum(one.output_tokens for one in answered)
     return {
         "duration": duration,
-        "completed": completed,
-        "total_input_tokens": input_tokens,
-        "total_output_tokens": output_tokens,
-        "request_throughput": completed / duration,
-        "output_throughput": output_tokens / duration,
-        "total_token_throughput": (output_tokens + input_tokens) / duration,
+        "completed": len(answered),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(answered) / duration,
+        "output_throughput": outputs / duration,
+        "total_token_throughput": (outputs + inputs) / duration,
+        **latencies(
+            {
+                "ttft": [one.received[0] - one.began for one in answered],
+                **(others or {}),
+                "itl": [b - a for one in answered for a, b in itertools.pairwise(one.received)],
+                "tpot": [
+                    (one.ended - one.received[0]) / (one.output_tokens - 1) for one in answered if one.output_tokens > 1
+                ],
+                "e2el": [one.ended - one.began for one in answered],
+            }
+        ),
     }
 
 

@@ -9,7 +9,6 @@ first tokens of the particles themselves are drawn earlier (`first_cycle`).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from smcjax.bench.latency import latencies, median_and_p99, throughputs
+from smcjax.bench.latency import Followed, arrivals, figures_of, median_and_p99
 from smcjax.bench.models import Models
 from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
@@ -55,14 +54,11 @@ class Load:
         return self.input_len + self.output_len
 
 
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """One request's times in seconds since the first arrival, and when its reader got how many tokens."""
+@dataclasses.dataclass
+class Served(Followed):
+    """One request, which begins when it arrives, and what it came to."""
 
-    arrived: float
-    ended: float
-    received: list[tuple[float, int]]
-    output: RequestOutput
+    output: RequestOutput = dataclasses.field(kw_only=True)
 
 
 def make_engine(models: Models, load: Load) -> Engine:
@@ -102,15 +98,14 @@ def build_engine(models: Models, load: Load, tokenizer: Tokenizer | None = None)
 def make_requests(models: Models, load: Load) -> list[tuple[float, Request]]:
     """Arrival times in seconds, ascending from 0, and what arrives."""
     rng = np.random.default_rng(load.seed)
-    gaps = rng.exponential(1.0, load.num_prompts) / load.request_rate
-    gaps[0] = 0.0
+    times = arrivals(rng, load.num_prompts, load.request_rate)
     pages = Footprint.of(load.decoding, load.page_size).worst_case(load.input_len, load.max_model_len)
     requests = []
-    for number, arrival in enumerate(np.cumsum(gaps)):
+    for number, arrival in enumerate(times):
         token_ids = rng.integers(0, models.target_config.vocab_size, load.input_len).tolist()
         params = SamplingParams(max_tokens=load.output_len, ignore_eos=True)
         request = Request(str(number), None, token_ids, params, load.max_model_len, (), number, pages)
-        requests.append((float(arrival), request))
+        requests.append((arrival, request))
     return requests
 
 
@@ -119,29 +114,29 @@ def serve(
 ) -> list[Served]:
     """Plays the arrivals against the clock; `on_ended(count)` hears of requests that ended."""
     waiting = list(requests)[::-1]
-    arrived: dict[str, float] = {}
-    received: dict[str, list[tuple[float, int]]] = {}
+    followed: dict[str, Followed] = {}
     served = []
     began = time.perf_counter()
     while waiting or engine.busy:
         now = time.perf_counter() - began
         while waiting and waiting[-1][0] <= now:
             at, request = waiting.pop()
-            arrived[request.request_id], received[request.request_id] = at, []
+            followed[request.request_id] = Followed(at, input_tokens=len(request.token_ids))
             engine.add_request(request, stream=True)
         if not engine.busy:
             time.sleep(max(0.0, waiting[-1][0] - now))
             continue
         outputs = engine.step()
         now = time.perf_counter() - began
-        for name, chunks in received.items():
+        for name, one in followed.items():
             tokens = sum(len(chunk.token_ids) for chunk in engine.chunks(name))
             if tokens:
-                chunks.append((now, tokens))
+                one.received.append(now)
+                one.output_tokens += tokens
         for output in outputs:
-            name = output.request_id
-            engine.forget(name)
-            served.append(Served(arrived[name], now, received.pop(name), output))
+            engine.forget(output.request_id)
+            one = dataclasses.replace(followed.pop(output.request_id), ended=now)
+            served.append(Served(**vars(one), output=output))
         on_ended(len(outputs))
     return served
 
@@ -153,28 +148,21 @@ def figures(load: Load, served: Sequence[Served]) -> dict[str, Any]:
     """
     duration = max(one.ended for one in served)
     ended = [one for one in served if one.output.outputs[0].finish_reason in ("stop", "length")]
-    tokens = sum(len(one.output.outputs[0].token_ids) for one in ended)
-    inputs = sum(len(one.output.prompt_token_ids) for one in ended)
-    result: dict[str, Any] = {
+    metrics = [one.output.metrics for one in ended]
+    return {
         "device": jax.devices()[0].device_kind,
         "request_rate": load.request_rate if math.isfinite(load.request_rate) else "inf",
         "max_num_seqs": load.max_num_seqs,
         "num_prompts": load.num_prompts,
-        **throughputs(duration, len(ended), inputs, tokens),
+        **figures_of(
+            duration,
+            ended,
+            {
+                "first_cycle": [one.first_token_seconds + one.queue_seconds for one in metrics],
+                "queue": [one.queue_seconds for one in metrics],
+            },
+        ),
     }
-    samples = {
-        "ttft": [one.received[0][0] - one.arrived for one in ended],
-        "first_cycle": [one.output.metrics.first_token_seconds + one.output.metrics.queue_seconds for one in ended],
-        "queue": [one.output.metrics.queue_seconds for one in ended],
-        "itl": [b - a for one in ended for (a, _), (b, _) in itertools.pairwise(one.received)],
-        "tpot": [
-            (one.ended - one.received[0][0]) / (len(one.output.outputs[0].token_ids) - 1)
-            for one in ended
-            if len(one.output.outputs[0].token_ids) > 1
-        ],
-        "e2el": [one.ended - one.arrived for one in ended],
-    }
-    return result | latencies(samples)
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:

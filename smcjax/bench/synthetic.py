@@ -52,4 +52,4 @@ def own_pages(state: Any, first: int) -> Any:
     pool = release(memory.pool, jnp.where(replaced, table, TRASH))
     pool, fresh = allocate(pool, replaced)
     sequences = dataclasses.replace(sequences, block_table=jnp.where(replaced, fresh, table))
-    return dataclasses.replace(state, sequences=sequences, memory=dataclasses.replace(memory, pool=pool))
+    return dataclasses.replace(state, sequences=sequences).with_memory(pool=pool)

@@ -1,4 +1,4 @@
-"""From prompts to groups: pages for the prompt, named by all rows of the group, and its KV in every model.
+"""From prompts to groups: pages for the prompt, named by all rows of the group, and its KV in every model. And back.
 
 Fan-out is integers: a prompt's pages are allocated once per group. Where the first pages of a prompt hold its KV
 already (`smcjax.engine.schedule.prefix_cache`), its rows name them.
@@ -18,7 +18,7 @@ from smcjax.decoding.groups import Groups, Memory, PairParams
 from smcjax.decoding.prefill import chunk_view, leaders_of, prefill_chunk
 from smcjax.decoding.program import Program, by_implementation
 from smcjax.decoding.scores import Scores, prompt_scores
-from smcjax.decoding.sequences import Requests, Sequences
+from smcjax.decoding.sequences import Population, Requests, Sequences, population
 from smcjax.kv import TRASH, PagePool, allocate, rebind
 
 
@@ -140,3 +140,16 @@ def _read[S: Groups](
         draft = program.proposer.prefill(params.draft, draft, leaders, start_at, chunk, cached)
     memory = dataclasses.replace(memory, target=target, draft=draft)
     return dataclasses.replace(groups, memory=memory), last_hidden, hidden
+
+
+def conclude(program: Program[Any], state: Groups) -> tuple[Population, Memory]:
+    """The ended sequences of groups whose rows agree, one a request, and the memory with every page given back."""
+    count = state.running.shape[0]
+    ended = population(
+        leaders_of(state.sequences, count),
+        log_weight=jnp.zeros((count, 1)),
+        log_evidence=jnp.zeros(count),
+        selected=jnp.zeros(count, jnp.int32),
+        failed=state.failed,
+    )
+    return ended, state.release()

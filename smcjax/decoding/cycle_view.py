@@ -82,11 +82,8 @@ def agree_on_pages[S: Groups](
 
 def _with_pages[S: Groups](groups: S, pool: PagePool, table: Int[Array, "R M"]) -> S:
     """The groups with this pool and block table."""
-    return dataclasses.replace(
-        groups,
-        sequences=dataclasses.replace(groups.sequences, block_table=table),
-        memory=dataclasses.replace(groups.memory, pool=pool),
-    )
+    sequences = dataclasses.replace(groups.sequences, block_table=table)
+    return dataclasses.replace(groups, sequences=sequences).with_memory(pool=pool)
 
 
 def pages_at(groups: Groups, positions: Int[Array, "R T"], page_size: int) -> Int[Array, "R T"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,10 @@ class Groups:
     def by_group(self, rows: Array) -> Array:
         """An [R, …] array as [G, N, …]."""
         return rows.reshape(self.running.shape[0], -1, *rows.shape[1:])
+
+    def with_memory(self, **fields: Any) -> Self:
+        """These groups with other fields of their memory."""
+        return dataclasses.replace(self, memory=dataclasses.replace(self.memory, **fields))
 
     def release(self) -> Memory:
         """The memory with every page of these groups given back."""

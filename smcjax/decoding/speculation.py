@@ -56,7 +56,7 @@ def propose[S: Groups](
         page_size=program.page_size,
         keep_logits=keep_logits,
     )
-    return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, draft=draft)), drafts, copies
+    return groups.with_memory(draft=draft), drafts, copies
 
 
 @jax.named_scope("verify")
@@ -90,7 +90,7 @@ def score[S: Groups](
     hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans, aux)
     if aux is not None:
         draft = write_features(program, draft, fused(program, params, aux), view.positions, view.write_pages)
-    groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache, draft=draft))
+    groups = groups.with_memory(target=cache, draft=draft)
     return groups, unembed(params.target, hidden)
 
 
@@ -103,7 +103,7 @@ def propose_tree[S: Groups](
     drafts, draft = proposer.propose_tree(
         program.speculation, params.draft, groups, copies, distribution, page_size=program.page_size
     )
-    return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, draft=draft)), drafts, copies
+    return groups.with_memory(draft=draft), drafts, copies
 
 
 def score_tree[S: Groups](
@@ -132,7 +132,7 @@ def score_tree[S: Groups](
     hidden, scratch = tree_hidden_states(config, params.target, cache, scratch, view, aux)
     column_of = jnp.asarray([order.index(node) for node in range(tree.size)])
     features = None if aux is None else fused(program, params, aux)[:, column_of]
-    groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache))
+    groups = groups.with_memory(target=cache)
     return groups, unembed(params.target, hidden[:, column_of]), Kept(scratch, features)
 
 
@@ -154,4 +154,4 @@ def keep_path[S: Groups](program: Program[Any], groups: S, drafts: TreeDrafts, k
         row = jnp.arange(path.nodes.shape[0])[:, None]
         draft = write_features(program, draft, kept.features[row, path.nodes], path.positions, path.pages)
     target = write_path(program.target, groups.memory.target, kept.scratch, *path)
-    return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=target, draft=draft))
+    return groups.with_memory(target=target, draft=draft)

@@ -30,14 +30,13 @@ from smcjax.decoding.constraints import extend
 from smcjax.decoding.cycle_view import agree_on_pages
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of, processed_logits, sample
-from smcjax.decoding.groups import Groups, Memory, PairParams
-from smcjax.decoding.prefill import leaders_of
+from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sampling import Purpose, Softmax, draw, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
-from smcjax.decoding.sequences import Population, cut_block, population
+from smcjax.decoding.sequences import cut_block
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.model.decoder import unembed
 from smcjax.noise import uniforms
@@ -45,7 +44,7 @@ from smcjax.rejection.rules import TreeVerification, Verification, candidates, t
 
 State = Groups  # N rows a request, which agree between steps
 RejectionProgram = Program[Rejection]
-begin = admission.begin
+begin, conclude = admission.begin, admission.conclude
 
 
 @jax.tree_util.register_dataclass
@@ -256,19 +255,6 @@ def _commit(
         failed=state.failed | (state.running & broken),
         running=state.running & ~broken & ~ended,
     )
-
-
-def conclude(program: RejectionProgram, state: State) -> tuple[Population, Memory]:
-    """The ended sequences, one a request, and the memory with every page given back."""
-    groups = state.running.shape[0]
-    ended = population(
-        leaders_of(state.sequences, groups),
-        log_weight=jnp.zeros((groups, 1)),
-        log_evidence=jnp.zeros(groups),
-        selected=jnp.zeros(groups, jnp.int32),
-        failed=state.failed,
-    )
-    return ended, state.release()
 
 
 class RejectionDecoder(Decoder[Rejection, State, Info]):

@@ -14,13 +14,12 @@ from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.program import Program
 from smcjax.decoding.sequences import Requests
 from smcjax.smc.acceptance import Acceptance, KeepAll, RejectionControl
-from smcjax.smc.decoder import SMCDecoder
+from smcjax.smc.decoder import SMCDecoder, run, step
 from smcjax.smc.ending import Outcomes, Roulette, WaitForAll
 from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, select, start
 from smcjax.smc.potential import Answers, ConstantPotential, TokenPotential
 from smcjax.smc.resampling import resample
 from smcjax.smc.state import Info, State
-from smcjax.smc.steps import run, step
 from smcjax.smc.weights import effective_sample_size
 
 __all__ = [

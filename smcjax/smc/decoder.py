@@ -1,17 +1,29 @@
-"""SMC as the engine's decoder."""
+"""SMC as the engine's decoder: one cycle of whichever kind its options ask for, and many in one program."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from smcjax.decoders import ALARM, SMC, WARNING_RATE
 from smcjax.decoding.decoder import Decoder, Report, RowsAfter
-from smcjax.smc import lifecycle, steps
+from smcjax.decoding.groups import PairParams
+from smcjax.smc import cycle, lifecycle, pipelined
 from smcjax.smc.history import History, alarmed_after, trace_of
-from smcjax.smc.state import Info, State
+from smcjax.smc.state import Info, SMCProgram, State
+
+
+def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Info]:
+    """Advances every live particle by one cycle: `smcjax.smc.cycle.step`, or `smcjax.smc.pipelined.step`."""
+    return (pipelined.step if program.decoding.pipelined else cycle.step)(program, params, state)
+
+
+def run(program: SMCProgram, params: PairParams, state: State, num_cycles: int) -> tuple[State, Info]:
+    """Runs `num_cycles` cycles in one program; Info gets a leading [num_cycles] axis. Ended groups stay frozen."""
+    return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_cycles)
 
 
 class SMCDecoder(Decoder[SMC, State, Info]):
@@ -19,7 +31,7 @@ class SMCDecoder(Decoder[SMC, State, Info]):
 
     begin = lifecycle.begin
     start = lifecycle.start
-    step = steps.step
+    step = step
     conclude = lifecycle.conclude
 
     def rows_after(self, info: Info) -> RowsAfter:
@@ -58,11 +70,11 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         )
 
     def _warning(self, infos: Sequence[Info], prompt_length: int, control: float | None) -> str | None:
-        cycle = alarmed_after(infos, prompt_length, WARNING_RATE)
-        if cycle is None:
+        after = alarmed_after(infos, prompt_length, WARNING_RATE)
+        if after is None:
             return None
         fallen = (
-            f"the evidence fell {ALARM:g} nats below {WARNING_RATE:g} a token after {cycle} of {len(infos)} cycles: "
+            f"the evidence fell {ALARM:g} nats below {WARNING_RATE:g} a token after {after} of {len(infos)} cycles: "
             "the draft misses what the target wants, and the answer may be unlike the target's; "
         )
         if self.decoding.pipelined:

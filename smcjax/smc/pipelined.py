@@ -88,12 +88,10 @@ def draft_and_score(
     assert proposer is not None
     ahead, copies = reserve(ahead_of(state, pending), width=program.speculation.width, page_size=program.page_size)
     own_table = dataclasses.replace(state.sequences, block_table=ahead.sequences.block_table)
-    state = dataclasses.replace(
-        state, sequences=own_table, memory=dataclasses.replace(state.memory, pool=ahead.memory.pool)
-    )
+    state = dataclasses.replace(state, sequences=own_table).with_memory(pool=ahead.memory.pool)
 
     def drafting(memory: Any) -> tuple[Any, Drafts]:
-        groups = dataclasses.replace(ahead, memory=dataclasses.replace(ahead.memory, draft=memory))
+        groups = ahead.with_memory(draft=memory)
         drafts, memory = proposer.propose(
             program.speculation, params.draft, groups, copies,
             draft_distribution(ahead, row_constraint(ahead, program.rows)),
@@ -105,9 +103,7 @@ def draft_and_score(
         # Before pending tokens are written, unlike elsewhere: a page to copy may hold some.
         if copies is not None:
             memory = memory.copy_pages(copies)
-        groups = dataclasses.replace(
-            state, running=state.running & ~waiting, memory=dataclasses.replace(state.memory, target=memory)
-        )
+        groups = dataclasses.replace(state, running=state.running & ~waiting).with_memory(target=memory)
         groups, logits = score(program, params, groups, pending.tokens, None, once=True)
         logits = tempered(groups, logits)
         logprobs = logprob_at(logits, pending.tokens)
@@ -116,7 +112,7 @@ def draft_and_score(
     (draft, drafts), (target, (logprobs, of_block)) = run_disaggregated(
         Part(drafting, state.memory.draft), Part(scoring, state.memory.target), axis=program.disaggregated_axis
     )
-    state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=target, draft=draft))
+    state = state.with_memory(target=target, draft=draft)
     increments = draft_increment(smc.power, logprobs, pending.logprobs)
     return state, drafts, NewBlock(pending.tokens, increments, logprobs, scores=of_block)
 

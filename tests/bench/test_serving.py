@@ -51,8 +51,8 @@ def test_figures(decoding: SMC | Autoregressive) -> None:
         assert result["median_tpot_ms"] > 0
         assert result["median_itl_ms"] > 0
     for one in served:
-        assert sum(tokens for _, tokens in one.received) == 9
-        times = [one.arrived, *(at for at, _ in one.received), one.ended]
+        assert one.output_tokens == 9
+        times = [one.began, *one.received, one.ended]
         assert times == sorted(times)
     assert markdown([result]).count("\n") == 2
 

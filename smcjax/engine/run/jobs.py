@@ -232,7 +232,7 @@ class BatchJobs:
         numbers = jnp.minimum(first[:, None] + jnp.arange(cache_slots.shape[1])[None], table.shape[1] - 1)
         pages = jnp.take_along_axis(table, numbers, axis=1)
         pool, cached = keep(groups.memory.pool, cached, cache_slots.reshape(-1), pages.reshape(-1))
-        return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, pool=pool)), cached
+        return groups.with_memory(pool=pool), cached
 
     def _leave(self, state: Any, slot: jax.Array) -> tuple[Population, Any, jax.Array]:
         slots = slot[None]
