@@ -161,13 +161,13 @@ class LLM:
             implementation = share._implementation
 
         require_own_process()
+        require_devices()
         check_runs_here("implementation", implementation)
         enable_compilation_cache()
         self._planned: Planned | None = None
         self._exact: Decoding | None = None  # of requests that `decoding` leaves to it
         self._beside: LLM | None = None  # which decodes by that, once a request needs it
         if isinstance(choice, Auto | Routed):
-            require_devices()
             if share is not None:
                 has_draft = share.models.proposer is not None
             else:
@@ -209,7 +209,6 @@ class LLM:
             if value is not None and (draft_model == NGRAM or not drafts):
                 without = f"draft_model={NGRAM!r}" if drafts else f"{type(self.decoding).__name__}()"
                 raise ValueError(f"{name} is {value!r} and {without} has no draft; omit it.")
-        require_devices()
         require_settings()
         self._name: str = (
             share._name if share is not None else "the bundled pair" if model is None else repr(str(model))

@@ -190,7 +190,7 @@ def test_choices_are_known_to_type_checkers() -> None:
             "quantization": (*QUANTIZATIONS, None),
             "draft_quantization": (*QUANTIZATIONS, None),
             "admission": ADMISSIONS,
-            "implementation": ("auto", "xla"),
+            "implementation": ("auto", "triton", "xla"),
         },
     }
     for kind, fields in choices.items():
