@@ -86,7 +86,7 @@ def candidates(
         rejected = jnp.where(on, jnp.sum(alive, dtype=jnp.int32), rejected)
         on &= accept.any()
         first = accept & ~jnp.any(accept[None] & earlier, axis=1)
-        token = jnp.sum(jnp.where(first, drafts[:, j], 0))
+        token = jnp.sum(jnp.where(first, drafts[:, j], 0), dtype=drafts.dtype)
         alive = jnp.where(on, alive & (drafts[:, j] == token), alive)
         accepted += on.astype(jnp.int32)
     candidate = jnp.argmax(alive).astype(jnp.int32)
