@@ -152,6 +152,13 @@ def test_control_mistaken_parts_are_named(part: Any, law: str) -> None:
         battery(part)
 
 
+def test_parts_are_checked_where_jax_promotes_nothing() -> None:
+    with pytest.raises(ValueError, match="jax_numpy_rank_promotion='raise'"):
+        jnp.ones((2, 3)) + jnp.ones(3)
+    with pytest.raises(ValueError, match="jax_numpy_dtype_promotion=strict"):
+        jnp.ones(3) + jnp.ones(3, jnp.int32)
+
+
 def test_what_is_no_part_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must derive from smcjax\.smc\.Acceptance, .*, got 3"):
         battery(3)

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import jax
 
+# Parts that users write may mix dtypes and ranks, as JAX lets them; the package mixes none, and tests hold it to that.
+PROMOTION = {"dtype": "standard", "rank": "allow"}
+
 GUARDS = ("jax_transfer_guard", "jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_host")
 
 
@@ -20,8 +23,8 @@ def own_settings() -> Iterator[None]:
     """
     with (
         jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion(PROMOTION["dtype"]),
+        jax.numpy_rank_promotion(PROMOTION["rank"]),
         jax.threefry_partitionable(True),
         jax.disable_jit(False),
         jax.debug_nans(False),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM
-from smcjax.engine.run.settings import own_settings
+from smcjax.engine.run.settings import PROMOTION, own_settings
 from smcjax.numerics import key_from, key_of, words_of
 
 SCRIPT = """
@@ -86,7 +86,8 @@ def test_settings_that_cannot_be_honoured_are_refused_before_any_work() -> None:
     assert len(jax.live_arrays()) == held
 
 
-def test_the_engine_has_its_own_settings_for_as_long_as_it_needs_them() -> None:
+def test_the_engine_has_its_own_settings_for_as_long_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROMOTION, "rank", "allow")  # as in users' processes
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         with own_settings():
             assert jax.numpy.arange(3).dtype == np.int32
