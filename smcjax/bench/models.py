@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
+
+import jax
 
 from smcjax.bench.shapes import ATTENTIONS, SHAPES
 from smcjax.engine.load.loading import prepared
@@ -11,9 +14,10 @@ from smcjax.engine.run.memory import require_room_for_weights, weight_bytes
 from smcjax.engine.run.sharded_programs import DisaggregatedPrograms, ShardedPrograms
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one, two_devices
-from smcjax.model.params import Params, init_params
+from smcjax.model.params import Params, init_leaves, param_shapes
+from smcjax.model.quantize import quantize_leaves
 from smcjax.numerics import key_of
-from smcjax.quantization import check_quantization
+from smcjax.quantization import QUANTIZATIONS, check_quantization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +136,9 @@ class Models:
     def require_room(self, *, with_draft: bool) -> None:
         """Raises ValueError where there are not so many devices, or the weights alone are more than their memory."""
         _ = self.parallel, self.disaggregated
-        weights = {self.target: weight_bytes(self.held_target)}
+        weights = {self.target: weight_bytes(self.held_target, self.quantization)}
         if with_draft:
-            weights[self.draft] = weight_bytes(self.held_draft)
+            weights[self.draft] = weight_bytes(self.held_draft, self.draft_quantization)
         mend = "use smaller ones, such as tiny-target and tiny-draft, or fewer layers of the target"
         require_room_for_weights(weights, mend, self.devices)
 
@@ -160,11 +164,19 @@ class Models:
         implementation: str,
     ) -> Params:
         if parallel is None:
-            return prepared(random_params(config, seed), config, quantization, implementation)
-        made = parallel.random_params(config, key_of(seed), config.dtype)
-        return parallel.placed(config, prepared(made, config, quantization, implementation))
+            return prepared(random_params(config, seed, quantization), config, implementation)
+        leaves = parallel.random_leaves(config, key_of(seed), config.dtype)
+        made = _made(config, leaves, quantization)
+        return parallel.placed(config, prepared(made, config, implementation))
 
 
-def random_params(config: ModelConfig, seed: int) -> Params:
-    """Random weights made on the device, leaf by leaf."""
-    return init_params(config, key_of(seed), config.dtype)
+def random_params(config: ModelConfig, seed: int, quantization: str | None = None) -> Params:
+    """Random weights made on the device, leaf by leaf, and quantised so."""
+    return _made(config, init_leaves(config, key_of(seed), config.dtype), quantization)
+
+
+def _made(config: ModelConfig, leaves: Iterable[jax.Array], quantization: str | None) -> Params:
+    shapes = param_shapes(config, config.dtype)
+    if quantization is None:
+        return jax.tree.unflatten(jax.tree.structure(shapes), list(leaves))
+    return quantize_leaves(shapes, leaves, QUANTIZATIONS[quantization])

@@ -245,7 +245,7 @@ class LLM:
         try:
             if share is None:
                 loaded = dataclasses.replace(self.models, disaggregated=disaggregated)
-                self.models = prepared_models(loaded, quantization, draft_quantization, implementation)
+                self.models = prepared_models(loaded, implementation)
             if self._planned is None:
                 self.decoding = default_sparse_mode(self.decoding, self.models, page_size, implementation)
             else:

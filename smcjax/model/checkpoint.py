@@ -23,7 +23,7 @@ from smcjax.model.hf_config import ReadConfig, read_config
 from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetched_model, is_hub_id, packaged_model
 from smcjax.model.parallel import TensorParallel, layouts
 from smcjax.model.params import Params, num_params, param_shapes
-from smcjax.model.quantize import streamed
+from smcjax.model.quantize import quantize_leaves, streamed
 from smcjax.model.tensor_files import Source, TensorFile, Tensors, refuse_companions, with_scales
 from smcjax.quantization import QUANTIZATIONS, Quantization, check_quantization
 
@@ -161,8 +161,8 @@ def load_checkpoint(
     left over or of another shape, else CheckpointError.
 
     Matrices that a directory stores in int8 or float8 (`smcjax.model.hf_quantization`) are multiplied out, in float32,
-    and cast. With that `quantization` those in the same that `quantize_params` covers are `Quantized` with the stored
-    numbers and scales; it rounds the others.
+    and cast. With a `quantization` all that `quantize_params` covers are `Quantized`, with the numbers and scales that
+    are stored, or else rounded as soon as they are read: a device never has two that are not.
 
     Host memory beyond the files' page cache is one matrix at a time.
     """
@@ -184,26 +184,29 @@ def load_checkpoint(
     stacks, treedef = jax.tree.flatten(tensor_names(config, *named))
     shapes = param_shapes(config, target)
     kind = None if quantization is None else QUANTIZATIONS[quantization]
-    keep = [kind is not None and covered for covered in streamed(shapes)]
+    covered = streamed(shapes)
     account_for_names(path, stacks, jax.tree.leaves(shapes), aliases, source.tensors)
-
-    leaves = []
     layout_of = jax.tree.leaves(shapes if parallel is None else layouts(config, parallel.size, parallel.vocabulary))
-    for stack, shape, as_stored, layout in zip(stacks, jax.tree.leaves(shapes), keep, layout_of, strict=True):
-        parts = [(aliases.get(name, name), rows) for name, rows in stack.parts]
-        leaf: Any
-        if kind is not None and as_stored and any(source.is_stored(name, kind) for name, _ in parts):
-            values, scale = _read_quantized(source, parts, shape, kind)
-            dtype_name = jnp.dtype(shape.dtype).name
-            if parallel is None:
-                leaf = Quantized(jax.jit(kind.ordered)(values), jnp.asarray(scale), dtype_name, kind.name)
+
+    def leaves() -> Iterator[Any]:
+        for stack, shape, packs, layout in zip(stacks, jax.tree.leaves(shapes), covered, layout_of, strict=True):
+            parts = [(aliases.get(name, name), rows) for name, rows in stack.parts]
+            leaf: Any
+            if kind is not None and packs and any(source.is_stored(name, kind) for name, _ in parts):
+                values, scale = _read_quantized(source, parts, shape, kind)
+                dtype_name = jnp.dtype(shape.dtype).name
+                if parallel is None:
+                    leaf = Quantized(jax.jit(kind.ordered)(values), jnp.asarray(scale), dtype_name, kind.name)
+                else:
+                    leaf = parallel.place_quantized(values, scale, layout, dtype_name, kind)
             else:
-                leaf = parallel.place_quantized(values, scale, layout, dtype_name, kind)
-        else:
-            read = read_stack(source, parts, shape, stack.offset)
-            leaf = jax.device_put(read) if parallel is None else parallel.place(read, layout)
-        leaves.append(jax.block_until_ready(leaf))
-    return config, jax.tree.unflatten(treedef, leaves)
+                read = read_stack(source, parts, shape, stack.offset)
+                leaf = jax.device_put(read) if parallel is None else parallel.place(read, layout)
+            yield jax.block_until_ready(leaf)
+
+    if kind is not None:
+        return config, quantize_leaves(shapes, leaves(), kind)
+    return config, jax.tree.unflatten(treedef, list(leaves()))
 
 
 def _chunks(parts: Iterable[tuple[str, int]]) -> Iterator[tuple[str, slice, slice]]:

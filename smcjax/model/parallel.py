@@ -16,7 +16,7 @@ device's fused matrix. Of key-value heads a device has Hkv/n, or one that n/Hkv 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -290,12 +290,9 @@ class TensorParallel:
             lm_head=None if params.lm_head is None else by_token(params.lm_head),
         )
 
-    def random_params(self, config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
-        """Random weights as `init_params` describes them, each device's made there. Not the numbers of one device."""
-        flat, treedef = jax.tree_util.tree_flatten_with_path(
-            param_shapes(held_by_one(config, self.size, self.vocabulary), dtype)
-        )
-        leaves = []
+    def random_leaves(self, config: ModelConfig, key: jax.Array, dtype: Any) -> Iterator[jax.Array]:
+        """Random weights as `init_leaves` makes them, each device's made there. Not the numbers of one device."""
+        flat = jax.tree_util.tree_leaves_with_path(param_shapes(held_by_one(config, self.size, self.vocabulary), dtype))
         layout_of = jax.tree.leaves(layouts(config, self.size, self.vocabulary))
         keys = jax.random.split(key, len(flat))
         for (path, leaf), layout, leaf_key in zip(flat, layout_of, keys, strict=True):
@@ -304,9 +301,7 @@ class TensorParallel:
                 shape[layout.axis] *= self.size
             whole = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
             make = jax.jit(init_leaf, static_argnums=(0, 1), out_shardings=self.sharding(layout))
-            leaves.append(make(jax.tree_util.keystr(path), whole, leaf_key))
-        made: Params = jax.tree.unflatten(treedef, leaves)
-        return made
+            yield make(jax.tree_util.keystr(path), whole, leaf_key)
 
 
 def split_params(params: Params, config: ModelConfig, parallel: TensorParallel) -> Params:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -126,11 +127,15 @@ def num_params(config: ModelConfig) -> int:
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
     """Random weights: norms 1, biases 0, matrices Gaussian with standard deviation 1/√(fan-in), 0.02 for the
     embedding; what a training run starts from and what a speed benchmark runs on."""
-    shapes = param_shapes(config, dtype)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    keyed = zip(flat, jax.random.split(key, len(flat)), strict=True)
-    leaves = [init_leaf(jax.tree_util.keystr(path), leaf, leaf_key) for (path, leaf), leaf_key in keyed]
-    return jax.tree.unflatten(treedef, leaves)
+    structure = jax.tree.structure(param_shapes(config, dtype))
+    return jax.tree.unflatten(structure, list(init_leaves(config, key, dtype)))
+
+
+def init_leaves(config: ModelConfig, key: jax.Array, dtype: Any) -> Iterator[jax.Array]:
+    """The arrays of `init_params` in the tree's order, each made when it is asked for."""
+    flat = jax.tree_util.tree_leaves_with_path(param_shapes(config, dtype))
+    for (path, leaf), leaf_key in zip(flat, jax.random.split(key, len(flat)), strict=True):
+        yield init_leaf(jax.tree_util.keystr(path), leaf, leaf_key)
 
 
 def init_leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:

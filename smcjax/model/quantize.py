@@ -7,6 +7,7 @@ Such matrices may also come from files in eight bits, and go into them (`smcjax.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -40,6 +41,14 @@ def quantize_params(params: Params, kind: Quantization = INT8, *, consume: bool 
 
     `consume` frees each that is replaced.
     """
+    return quantize_leaves(params, jax.tree.leaves(params, is_leaf=is_packed), kind, consume=consume)
+
+
+def quantize_leaves(like: Params, leaves: Iterable[Any], kind: Quantization, *, consume: bool = True) -> Params:
+    """Returns the decoder of `leaves`, in the order of `like`'s, with matrices as `quantize_params` has them.
+
+    Each matrix is rounded when it comes and, with `consume`, freed: a device never holds two that are not rounded.
+    """
     quantize = jax.jit(functools.partial(quantize_matrix, kind=kind))
 
     def convert(leaf: Any, chosen: bool) -> Any:
@@ -51,5 +60,5 @@ def quantize_params(params: Params, kind: Quantization = INT8, *, consume: bool 
             leaf.delete()
         return quantized
 
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_packed)
-    return jax.tree.unflatten(treedef, map(convert, leaves, streamed(params)))
+    structure = jax.tree.structure(like, is_leaf=is_packed)
+    return jax.tree.unflatten(structure, list(map(convert, leaves, streamed(like))))

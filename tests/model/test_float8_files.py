@@ -21,7 +21,7 @@ from smcjax.matmul import is_packed, matrix
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.model.checkpoint import stored_quantization
 from smcjax.model.hf_config import config_from_hf
-from smcjax.model.quantize import quantize_params
+from smcjax.model.quantize import quantize_matrix, quantize_params
 from smcjax.quantization import FLOAT8 as FLOAT8_KIND
 
 RAW = make_config("qwen3", num_hidden_layers=1, hidden_size=40, intermediate_size=56)
@@ -95,11 +95,15 @@ def test_files_mean_what_their_format_says(name: str, tmp_path: Path) -> None:
     assert stored_quantization(tmp_path) == ("float8" if stays else None)
     _, stored = load_checkpoint(tmp_path, "float32", quantization="float8")
     qkv = stored.layers[0].qkv
-    assert is_packed(qkv) == stays  # blocks are multiplied out, and rounded by row when they are prepared
+    assert is_packed(qkv)
     parts = [meant[Q_PROJ.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-    np.testing.assert_allclose(matrix(qkv).rows(slice(None)), np.concatenate(parts), rtol=1e-6)
+    whole = np.concatenate(parts)
+    if stays:
+        np.testing.assert_allclose(matrix(qkv).rows(slice(None)), whole, rtol=1e-6)
+    else:  # blocks are multiplied out, and rounded by row
+        chex.assert_trees_all_equal(qkv, quantize_matrix(jnp.asarray(whole, jnp.float32), FLOAT8_KIND))
     packed = load_checkpoint(tmp_path, "float32", quantization="int8")[1].layers[0].qkv
-    assert not is_packed(packed)  # int8 is made of it when it is prepared, as of any matrix
+    np.testing.assert_allclose(matrix(packed).rows(slice(None)), whole, atol=0.501 * float(packed.scale.max()))
 
 
 def test_what_is_written_in_float8_is_read_as_it_was(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.matmul import is_packed
 from smcjax.model import init_params, logits
 from smcjax.model.decoder import linear
-from smcjax.model.quantize import quantize_matrix, quantize_params
+from smcjax.model.params import init_leaves, param_shapes
+from smcjax.model.quantize import quantize_leaves, quantize_matrix, quantize_params, streamed
 from smcjax.quantization import FLOAT8, INT8, QUANTIZATIONS, Quantization, check_quantization, restore
 
 
@@ -90,6 +93,26 @@ def test_consumed_matrices_are_freed() -> None:
     assert params.layers[0].qkv.is_deleted()
     assert not params.embed.is_deleted()  # still in use, only looked up
     assert not quantised.layers[0].attn_norm.is_deleted()
+
+
+@pytest.mark.parametrize("consume", [True, False])
+def test_matrices_are_rounded_one_by_one(consume: bool) -> None:
+    """A matrix is gone before the next one is made; without `consume`, as a negative control, it is not."""
+    config = SHAPES["tiny-target"]
+    shapes, key = param_shapes(config, jnp.float32), jax.random.key(1)
+    made: list[jax.Array] = []
+    gone: list[bool] = []
+
+    def leaves() -> Iterator[jax.Array]:
+        for leaf, covered in zip(init_leaves(config, key, jnp.float32), streamed(shapes), strict=True):
+            gone.append(all(array.is_deleted() for array in made))
+            if covered:
+                made.append(leaf)
+            yield leaf
+
+    quantised = quantize_leaves(shapes, leaves(), INT8, consume=consume)
+    assert all(gone) == consume
+    chex.assert_trees_all_equal(quantised, quantize_params(init_params(config, key)))
 
 
 def test_what_is_refused() -> None:

@@ -24,7 +24,6 @@ from smcjax.model.checkpoint import (
     load_checkpoint,
     load_config,
     resolve_model_path,
-    stored_quantization,
     weights_dtype,
 )
 from smcjax.model.config import ModelConfig
@@ -35,10 +34,8 @@ from smcjax.model.folding import fold_for_kernels, widen_params
 from smcjax.model.hub import bundled_model
 from smcjax.model.parallel import AXIS, TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
-from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config
 from smcjax.pallas.dispatch import implementations
-from smcjax.quantization import QUANTIZATIONS
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
 from smcjax.sparse.scratch import stored_scores_bytes
@@ -174,17 +171,20 @@ def _require_room(
     }
     if head is not None:
         weights["draft_model"] = eagle_bytes(head, kept)
-    halve = "use dtype='bfloat16', or smaller models" if kept == "float32" and not on_cpu() else "use smaller models"
-    require_room_for_weights(weights, halve, devices)
+    mend = "use smaller models"
+    if not on_cpu() and kept == "float32":
+        mend = "use dtype='bfloat16', or smaller models"
+    elif not on_cpu() and None in {quantization for _, quantization in models.values()}:
+        mend = "use quantization='float8', or smaller models"
+    require_room_for_weights(weights, mend, devices)
 
 
 @own_settings()
-def prepared(params: Params, config: ModelConfig, quantization: str | None, implementation: str) -> Params:
+def prepared(params: Params, config: ModelConfig, implementation: str) -> Params:
     """Returns weights as the engine keeps them, and frees what it replaces.
 
-    Weights are quantised where asked; on a GPU folded for kernels, on a CPU kept as the same numbers in float32.
+    On a GPU they are folded for kernels, on a CPU kept as the same numbers in float32.
     """
-    params = params if quantization is None else quantize_params(params, QUANTIZATIONS[quantization], consume=True)
     with implementations(implementation):
         return widen_params(params) if on_cpu() else fold_for_kernels(params, config)
 
@@ -197,9 +197,7 @@ def _prepared_head(params: EagleParams) -> EagleParams:
     return dataclasses.replace(wide, token_ids=params.token_ids)
 
 
-def prepared_models(
-    models: Models, quantization: str | None, draft_quantization: str | None, implementation: str
-) -> Models:
+def prepared_models(models: Models, implementation: str) -> Models:
     """`models` with the weights of each `prepared`, and configs that say so; what they share, once on each device.
 
     A head that several devices divide gets what it shares with the target in its programs alone.
@@ -212,7 +210,7 @@ def prepared_models(
             return divisor.placed(config, params)
         return params if several is None else several.whole(params)
 
-    target_params = prepared(models.target_params, models.target, quantization, implementation)
+    target_params = prepared(models.target_params, models.target, implementation)
     target_params = placed(models.target, target_params, parallel)
     draft_params: Any = models.draft_params
     if models.shared is not None:
@@ -223,7 +221,7 @@ def prepared_models(
             draft_params = draft_params.joined(target_params.embed, target_params.unembed)
         draft_params = draft_params if several is None else several.whole(draft_params)
     elif models.draft is not None:
-        draft_params = prepared(draft_params, models.draft, draft_quantization, implementation)
+        draft_params = prepared(draft_params, models.draft, implementation)
         divisor = parallel.by_layers if parallel is not None and models.draft_divided else None
         draft_params = placed(models.draft, draft_params, divisor)
     kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
@@ -293,13 +291,12 @@ def load_models(
     """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
 
     Padded vocabularies are cut to the ids that both models share. A draft from the target's own path is loaded once
-    with it, unless the two are to be quantised differently. Weights are not quantised here, but what a directory stores
-    so is left as it is where its model is to be. A directory of an EAGLE-3 head is known by its config; `accepts`
-    raises ValueError for a head that the decoder cannot use, before weights are read. With `parallel` its devices hold
-    the target together, and where `draft_divided` the draft; None: a draft that shares the target's weights, or that
-    programs of `implementation` are quicker with so (`ShardedPrograms.divides`). Raises ValueError for a pair that is
-    only half given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a
-    target that cannot be verified by `sparse`; CheckpointError for a directory that cannot be used.
+    with it, unless the two are to be quantised differently. A directory of an EAGLE-3 head is known by its config;
+    `accepts` raises ValueError for a head that the decoder cannot use, before weights are read. With `parallel` its
+    devices hold the target together, and where `draft_divided` the draft; None: a draft that shares the target's
+    weights, or that programs of `implementation` are quicker with so (`ShardedPrograms.divides`). Raises ValueError for
+    a pair that is only half given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens,
+    and for a target that cannot be verified by `sparse`; CheckpointError for a directory that cannot be used.
     """
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
@@ -312,9 +309,6 @@ def load_models(
             "model is set and draft_model is not, and this decoder drafts; give draft_model (for Rejection also "
             f"{NGRAM!r}) or draft_drop_layers, or use decoding=Autoregressive(), the target alone."
         )
-
-    def as_stored(path: Path, quantization: str | None) -> str | None:
-        return quantization if quantization is not None and stored_quantization(path) == quantization else None
 
     devices = 1 if parallel is None else parallel.size
 
@@ -330,7 +324,7 @@ def load_models(
     if sparse is not None:
         sparse.check(target.selecting.values())
     if not needs_draft or draft_model == NGRAM:
-        _require_room({"model": (as_held(target), as_stored(path, quantization))}, dtype, devices=devices)
+        _require_room({"model": (as_held(target), quantization)}, dtype, devices=devices)
         target, target_params = load_checkpoint(path, dtype, quantization, parallel)
         proposes = NGram() if needs_draft else None
         return Models(tokenizer, target, target_params, proposes=proposes, parallel=parallel)
@@ -350,7 +344,7 @@ def load_models(
                 )
         head = load_eagle_config(draft_path, target)
         accepts(Eagle(head))
-        _require_room({"model": (as_held(target), as_stored(path, quantization))}, dtype, head, devices)
+        _require_room({"model": (as_held(target), quantization)}, dtype, head, devices)
         target, target_params = load_checkpoint(path, dtype, quantization, parallel)
         head, head_params = load_eagle(draft_path, target, dtype)
         return Models(
@@ -380,10 +374,10 @@ def load_models(
     if draft_parallel is not None:
         option = "draft_tensor_parallel_size"
         check_split(whole_draft, devices, "the draft", option, quantization=draft_quantization)
-    loaded = {"model": (as_held(target), as_stored(path, quantization))}
+    loaded = {"model": (as_held(target), quantization)}
     if not shared:
         held = whole_draft if draft_parallel is None else held_by_one(whole_draft, devices, vocabulary=False)
-        loaded["draft_model"] = held, as_stored(draft_path, draft_quantization)
+        loaded["draft_model"] = held, draft_quantization
     _require_room(loaded, dtype, devices=devices)
     target, target_params = load_checkpoint(path, dtype, quantization, parallel)
     whole_draft, whole_params = (

@@ -238,3 +238,17 @@ def test_what_a_decoder_needs_is_known_before_anything_is_loaded() -> None:
     assert few.requests(few.weights, utilization=1.0) == 0
     alike = memory_needed([models[1], models[1]], SMC(8, 8), 1024, 16)
     assert alike.weights == 2 * weight_bytes(pair[1]), "a pair of one shape is two models"
+
+
+def test_memory_is_asked_for_what_will_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of 70B and 1B fits one H200 in eight bits, and is refused in sixteen before a byte is read."""
+    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    monkeypatch.setattr(loading, "on_cpu", lambda: False)
+    monkeypatch.setattr(memory, "device_memory", lambda: 142_600_000_000)
+    monkeypatch.setattr(memory, "gpu_memory", lambda: 142_600_000_000)
+    pair = {"model": SHAPES["llama-3.1-70b"], "draft_model": SHAPES["llama-3.2-1b"]}
+    loading._require_room({name: (config, "int8") for name, config in pair.items()}, "bfloat16")
+    with pytest.raises(
+        ValueError, match=r"take 14\d\.\d GB .* has 142\.6 GB; use quantization='float8', or smaller mod"
+    ):
+        loading._require_room({name: (config, None) for name, config in pair.items()}, "bfloat16")
