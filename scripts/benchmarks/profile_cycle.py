@@ -31,6 +31,8 @@ from smcjax.bench.record import save, this_machine
 from smcjax.bench.shapes import SHAPES
 from smcjax.cli.bench_options import add_save_option, check_files
 from smcjax.engine.run.programs import enable_compilation_cache
+from smcjax.pallas.dispatch import IMPLEMENTATIONS
+from smcjax.quantization import QUANTIZATIONS
 from smcjax.smc import SMC
 
 CYCLES = 3
@@ -62,7 +64,9 @@ def cycle_parser(description: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     """Profiles a few cycles and prints microseconds a cycle by phase, and by kernel name without its number."""
     parser = cycle_parser(__doc__)
-    parser.add_argument("--implementation", choices=("auto", "mosaic", "xla"), default="auto")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="auto")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
+    parser.add_argument("--draft-quantization", choices=QUANTIZATIONS)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--target-layers", type=int, help="of the target's (all)")
     parser.add_argument("--most", type=int, default=30, help="rows to print")
@@ -75,6 +79,8 @@ def main() -> None:
     models = Models(
         args.target_shape,
         args.draft_shape,
+        args.quantization,
+        args.draft_quantization,
         target_layers=args.target_layers,
         tensor_parallel_size=args.tensor_parallel_size,
     )

@@ -240,6 +240,7 @@ def _product(
     flat = x.reshape(rows, columns)
     # What is not there is not read: any array stands for it.
     others = [flat if array is None else array.reshape(-1) for array in (of_x, of_w, add_to)]
+    limited = w.dtype == FLOAT8 and triton.target_capability() == HOPPER.capability
     flags: dict[str, Any] = {"SCALES_X": of_x is not None, "SCALES_W": of_w is not None, "ADDS": add_to is not None}
     y = jax.ShapeDtypeStruct((rows, outputs), jnp.dtype(result))
     shares = jax.ShapeDtypeStruct((tuning.shares, rows, outputs), jnp.float32)
@@ -259,7 +260,7 @@ def _product(
         TILE_OUTPUTS=tuning.outputs,
         TILE_COLUMNS=tuning.columns,
         SHARES=tuning.shares,
-        SUMMED_INSIDE=SUMMED_INSIDE if w.dtype == FLOAT8 else None,
+        SUMMED_INSIDE=min(SUMMED_INSIDE, tuning.columns) if limited else None,
         **flags,
     )
     if tuning.shares > 1:
