@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.matmul import Dense, Quantized, matrix
 from smcjax.model.attention import Projection
 from smcjax.model.config import ModelConfig, Rope
-from smcjax.model.params import Folded, LayerParams, Params, PreNorm
+from smcjax.model.params import Folded, Params, PreNorm
 from smcjax.pallas import (
     HeadNorms,
     PendingNorm,
@@ -122,7 +122,7 @@ def hidden_states(
     x = matrix(params.embed).rows(tokens)
     if config.embed_scale != 1:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
-    leaves_pending = _leaves_pending(x, params.layers[0])
+    leaves_pending = _leaves_pending(x)
 
     def pending(x: jax.Array, norm: PreNorm | None) -> PendingNorm | None:
         return PendingNorm(x, eps) if isinstance(norm, Folded) and leaves_pending else None
@@ -207,12 +207,9 @@ def _gelu_tanh(x: Float[Array, "*shape F"]) -> Float[Array, "*shape F"]:
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}
 
 
-def _leaves_pending(x: Float[Array, "R T E"], layer: LayerParams) -> bool:
+def _leaves_pending(x: Float[Array, "R T E"]) -> bool:
     """True where norms without weights are left to the readers of products: where our kernels do that."""
-    if add_rms_norm.kernel_for(x, x, None, 0.0) is not None:
-        return True
-    gate_up = matrix(layer.gate_up)
-    return isinstance(gate_up, Dense) and skinny_gemm_swiglu.kernel_for(x, gate_up.values, 0.0) is not None
+    return add_rms_norm.kernel_for(x, x, None, 0.0) is not None
 
 
 def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*shape V"]:

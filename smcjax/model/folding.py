@@ -24,13 +24,12 @@ from smcjax.matmul import is_packed, matrix
 from smcjax.model.attention import OwnWeight
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import FOLDED, Folded, LayerParams, Params, param_shapes
-from smcjax.pallas import add_rms_norm, skinny_gemm_swiglu
+from smcjax.pallas import add_rms_norm
 
 
 def fold_for_kernels(params: Params, config: ModelConfig) -> Params:
     """Folds the norms of bfloat16 weights, consuming them, where kernels come into question; returns others as is."""
-    come = add_rms_norm.has_kernel() or skinny_gemm_swiglu.has_kernel()
-    wanted = come and params.embed.dtype == jnp.bfloat16
+    wanted = add_rms_norm.has_kernel() and params.embed.dtype == jnp.bfloat16
     return fold_norms(params, config, consume=True) if wanted else params
 
 

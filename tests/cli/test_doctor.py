@@ -18,6 +18,7 @@ from smcjax.model import hub
 from smcjax.pallas import dispatch
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result
+from tests.lazily import Patch
 
 CHECKS = doctor.CHECKS
 FIELDS = {"label", "value", "ok", "hint", "fatal"}
@@ -214,12 +215,12 @@ def test_the_memory_of_a_pair_is_said_before_it_is_loaded(smcjax: Command, pair:
     ],
 )
 def test_kernels_are_named_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, kind: str | None, installed: bool, value: str, hint: str
+    patch_programs: Patch, kind: str | None, installed: bool, value: str, hint: str
 ) -> None:
     found = Device("cpu") if kind is None else KNOWN[kind]
     for module in (device, dispatch):
-        monkeypatch.setattr(module, "this_device", lambda: found)
-    monkeypatch.setattr(dispatch, "has_triton", lambda: installed)
+        patch_programs(module, "this_device", lambda: found)
+    patch_programs(dispatch, "has_triton", lambda: installed)
     finding = doctor._kernels()
     assert finding.value.startswith(value)
     assert (finding.hint, finding.ok) == (hint, not hint)

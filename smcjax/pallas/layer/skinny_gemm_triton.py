@@ -20,7 +20,6 @@ from smcjax.pallas.triton import launch as triton
 FLOAT8 = jnp.dtype("float8_e4m3fn")
 MAX_ROWS = 288  # of x
 MAX_TILE_ROWS = 144  # of x that a block multiplies
-MAX_SWIGLU_ROWS = 80  # of x with SwiGLU: more do not fit in registers
 MIN_TILE = 16  # of tensor cores, along any axis
 MIN_COLUMNS = 128  # of W
 FLOAT8_CAPABILITY = 89  # that multiplies eight bits by eight bits
@@ -111,14 +110,14 @@ def tile_rows(rows: int) -> tuple[int, int]:
     return min(ways, key=lambda way: (sum(way), way[1]))
 
 
-def shared_memory(tuning: Tuning, rows: int, w: Any, x: Any, parts: int = 1) -> int:
+def shared_memory(tuning: Tuning, rows: int, w: Any, x: Any) -> int:
     """Bytes a block of what is fetched ahead."""
-    per_column = parts * tuning.outputs * jnp.dtype(w).itemsize + sum(tile_rows(rows)) * jnp.dtype(x).itemsize
+    per_column = tuning.outputs * jnp.dtype(w).itemsize + sum(tile_rows(rows)) * jnp.dtype(x).itemsize
     return tuning.stages * tuning.columns * per_column
 
 
-def tuning_for(rows: int, outputs: int, columns: int, w: Any, x: Any, parts: int = 1) -> Tuning:
-    """The tuning for x [rows, columns] of dtype `x` and W [parts · outputs, columns] of dtype `w` on this GPU.
+def tuning_for(rows: int, outputs: int, columns: int, w: Any, x: Any) -> Tuning:
+    """The tuning for x [rows, columns] of dtype `x` and W [outputs, columns] of dtype `w` on this GPU.
 
     By rule, tiles of W are 64 rows, or 128 of matrices that have them for all multiprocessors; few rows of x take
     fewer, down to 16, until all multiprocessors have a tile. Where many rows of x make such tiles dear, as every block
@@ -127,12 +126,10 @@ def tuning_for(rows: int, outputs: int, columns: int, w: Any, x: Any, parts: int
     """
     capability, name = triton.target_capability(), jnp.dtype(w).name
     tuning = TUNED.get(capability, {}).get((sum(tile_rows(rows)), outputs, columns, name))
-    if tuning is not None and parts == 1:
-        return tuning
-    return _by_rule(rows, outputs, columns, w, x, parts, capability)
+    return tuning or _by_rule(rows, outputs, columns, w, x, capability)
 
 
-def _by_rule(rows: int, outputs: int, columns: int, w: Any, x: Any, parts: int, capability: int) -> Tuning:
+def _by_rule(rows: int, outputs: int, columns: int, w: Any, x: Any, capability: int) -> Tuning:
     multiprocessors = this_device().multiprocessors or HOPPER.multiprocessors
     size, sum_rows = jnp.dtype(w).itemsize, sum(tile_rows(rows))
     row_tiles = -(-rows // sum_rows)
@@ -140,23 +137,23 @@ def _by_rule(rows: int, outputs: int, columns: int, w: Any, x: Any, parts: int, 
     def blocks(height: int) -> int:
         return row_tiles * -(-outputs // height)
 
-    tallest = (128 if blocks(128) >= multiprocessors and sum_rows <= MOST_BESIDE_128 else 64) // parts
-    lowest = 64 // parts if sum_rows > 32 else MIN_TILE
+    tallest = 128 if blocks(128) >= multiprocessors and sum_rows <= MOST_BESIDE_128 else 64
+    lowest = 64 if sum_rows > 32 else MIN_TILE
     if size == 4:  # products without tensor cores, in registers
         tallest = lowest = MIN_TILE
     height = max(lowest, tallest)
     while height > lowest and blocks(height) < multiprocessors * 7 // 8:
         height //= 2
-    wide = max(MIN_TILE, min(512, TILE_BYTES // (parts * height)) // size)
+    wide = max(MIN_TILE, min(512, TILE_BYTES // height) // size)
     wide = min(wide, 128 // size) if size == 4 or sum_rows > 32 else wide
     steps = -(-columns // wide)
     shares = 1
-    if parts == 1 and blocks(height) < multiprocessors * 7 // 8:
+    if blocks(height) < multiprocessors * 7 // 8:
         shares = max(1, min(-(-multiprocessors // blocks(height)), steps // 4, 8))
     per_multiprocessor = max(1, min(4, -(-blocks(height) * shares // multiprocessors)))
-    ahead = -(-IN_FLIGHT // per_multiprocessor // (parts * height * wide * size))
-    tuning = Tuning(height, wide, shares, 8 if parts * height * sum_rows > 64 * 80 else 4, 1)
-    a_stage = shared_memory(tuning, rows, w, x, parts)
+    ahead = -(-IN_FLIGHT // per_multiprocessor // (height * wide * size))
+    tuning = Tuning(height, wide, shares, 8 if height * sum_rows > 64 * 80 else 4, 1)
+    a_stage = shared_memory(tuning, rows, w, x)
     stages = min(max(3, ahead + 1), STAGES, max(1, (SHARED_MEMORY[f"sm{capability}"] - RESERVED) // a_stage))
     return dataclasses.replace(tuning, stages=stages)
 
@@ -176,12 +173,6 @@ def supports_product(x: jax.Array, w: jax.Array, *, add_to: jax.Array | None = N
     """True for products that the kernel computes: bfloat16 or float32, up to `MAX_ROWS` of x."""
     fits = x.dtype in (jnp.bfloat16, jnp.float32) and w.dtype == x.dtype and w.ndim == 2
     return fits and _supports_sizes(x, w.shape[0]) and _supports_result(x, add_to, out)
-
-
-def supports_swiglu(x: jax.Array, w: jax.Array, eps: float) -> bool:
-    """True for products with SwiGLU that the kernel computes: bfloat16 or float32, up to `MAX_SWIGLU_ROWS` of x."""
-    few = x.size <= MAX_SWIGLU_ROWS * x.shape[-1]
-    return few and supports_product(x, w) and w.shape[0] % 2 == 0 and _supports_sizes(x, w.shape[0] // 2)
 
 
 def supports_eight_bits(x: jax.Array, matrix: Quantized, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
@@ -278,39 +269,4 @@ def _product(
             TILE_OUTPUTS=SUMMED_AT_ONCE,
             **flags,
         )
-    return found.reshape(*shape, outputs)
-
-
-def swiglu_product_triton(
-    x: Float[Array, "*shape I"],
-    w: Float[Array, "FF I"],
-    eps: float,
-    *,
-    tuning: Tuning | None = None,
-    interpret: bool = False,
-) -> Float[Array, "*shape F"]:
-    """Computes `skinny_gemm_swiglu` by the kernel, rounding once."""
-    from smcjax.pallas.layer.skinny_gemm_triton_kernel import skinny_product_swiglu
-
-    *shape, columns = x.shape
-    rows, outputs = x.size // columns, w.shape[0] // 2
-    tuning = tuning or tuning_for(rows, outputs, columns, w.dtype, x.dtype, parts=2)
-    one, more = tile_rows(rows)
-    found = triton.launch(
-        skinny_product_swiglu,
-        *(x.reshape(rows, columns), w),
-        out=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
-        grid=(-(-rows // (one + more)), -(-outputs // tuning.outputs)),
-        warps=tuning.warps,
-        stages=tuning.stages,
-        interpret=interpret,
-        ROWS=rows,
-        OUTPUTS=outputs,
-        COLUMNS=columns,
-        EPS=eps,
-        TILE_ROWS=one,
-        MORE_ROWS=more,
-        TILE_OUTPUTS=tuning.outputs,
-        TILE_COLUMNS=tuning.columns,
-    )
     return found.reshape(*shape, outputs)

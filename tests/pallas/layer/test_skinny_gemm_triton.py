@@ -13,21 +13,19 @@ from smcjax.device import HOPPER
 from smcjax.matmul import Quantized
 from smcjax.model.quantize import quantize_matrix
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_eight_bits, skinny_gemm_swiglu
+from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_eight_bits
 from smcjax.pallas.layer.skinny_gemm_triton import (
     MAX_ROWS,
-    MAX_SWIGLU_ROWS,
     Tuning,
     eight_bits_triton,
     product_triton,
     shared_memory,
-    swiglu_product_triton,
     tile_rows,
     tuning_for,
 )
 from smcjax.pallas.triton import launch
 from smcjax.quantization import QUANTIZATIONS
-from tests.pallas.layer.test_skinny_gemm import EPS, check, exact, exact_swiglu, operands
+from tests.pallas.layer.test_skinny_gemm import check, exact, operands
 from tests.pallas.triton.cubins import TARGETS, Cubin, compiled, lowered
 
 pytest.importorskip("jax_triton")
@@ -88,12 +86,6 @@ def test_eight_bits(kind: str, rows: int, tuning: Tuning) -> None:
     check(got, exact_eight_bits(x, matrix, add_to), jnp.float32)
 
 
-@pytest.mark.parametrize("rows", [9, 72])
-def test_swiglu(rows: int) -> None:
-    x, w, _ = operands(rows, 2 * 40, 272)
-    check(swiglu_product_triton(x, w, EPS, tuning=WHOLE, interpret=True), exact_swiglu(x, w))
-
-
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     x, w, _ = operands(19, 48, 144)
     broken, others = x.at[2, 5].set(jnp.nan), np.arange(19) != 2
@@ -101,9 +93,6 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
         got = product_triton(broken, w, tuning=tuning, interpret=True)
         assert jnp.isnan(got[2]).all()
         check(got[others], exact(x, w)[others])
-    got = swiglu_product_triton(broken, w, EPS, tuning=WHOLE, interpret=True)
-    assert jnp.isnan(got[2]).all()
-    check(got[others], exact_swiglu(x, w)[others])
 
 
 def test_what_is_left_out_shows() -> None:
@@ -181,11 +170,9 @@ def test_a_product_is_one_or_two_launches() -> None:
     assert calls(text) == 1
     assert "stablehlo.dot_general" not in text
     assert calls(lowered(lambda x, w, y: skinny_gemm(x, w, add_to=y), *of(72, 4096, 14336))) == 2
-    assert calls(lowered(lambda x, w, _: skinny_gemm_swiglu(x, w, EPS), *of(72, 28672, 4096))) == 1
     assert calls(lowered(lambda x, w, _: skinny_gemm(x, w), *of(9, 64, 128, jnp.float32))) == 1
     for rows, outputs, columns in [(MAX_ROWS + 1, 4096, 4096), (9, 4096, 4088), (9, 8, 4096)]:
         assert calls(lowered(lambda x, w, _: skinny_gemm(x, w), *of(rows, outputs, columns))) == 0
-    assert calls(lowered(lambda x, w, _: skinny_gemm_swiglu(x, w, EPS), *of(MAX_SWIGLU_ROWS + 1, 256, 256))) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,12 +213,9 @@ def test_kernels_are_compiled_for_every_target(name: str, capability: int) -> No
             check_resources(
                 compiled(capability, lambda x, m: skinny_gemm_eight_bits(x, m), x, shape_of(kind, *w.shape))
             )
-        if rows <= MAX_SWIGLU_ROWS:
-            check_resources(compiled(capability, lambda x, w: skinny_gemm_swiglu(x, w, EPS), x, w))
     if name == "small":
         x, w = (jax.ShapeDtypeStruct((size, columns), jnp.float32) for size in (72, outputs))
         check_resources(compiled(capability, lambda x, w: skinny_gemm(x, w), x, w))
-        check_resources(compiled(capability, lambda x, w: skinny_gemm_swiglu(x, w, EPS), x, w))
 
 
 # ----------------------------------------------------------------------------------------------------------- on a GPU
@@ -254,9 +238,6 @@ def test_on_a_gpu(name: str, rows: int) -> None:
     with implementations("triton"):
         assert skinny_gemm.kernel_for(x, w, add_to=add_to) is not None
         check(repeats(lambda x, w, y: skinny_gemm(x, w, add_to=y), x, w, add_to), exact(x, w, add_to))
-        if rows <= MAX_SWIGLU_ROWS:
-            assert skinny_gemm_swiglu.kernel_for(x, w, EPS) is not None
-            check(repeats(lambda x, w: skinny_gemm_swiglu(x, w, EPS), x, w), exact_swiglu(x, w))
         for kind in KINDS:
             matrix = quantize_matrix(w, QUANTIZATIONS[kind])
             if skinny_gemm_eight_bits.kernel_for(x, matrix) is not None:

@@ -18,6 +18,7 @@ import pytest
 from smcjax.device import SHARED_MEMORY
 from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.triton import launch
+from tests.lazily import program_patches
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 MAX_REGISTERS = 255  # a thread
@@ -54,7 +55,7 @@ def compiled(capability: int, function: Callable[..., Any], *args: Any) -> list[
 
     with (
         mock.patch.object(jax_triton, "triton_call", recorded),
-        mock.patch.object(launch, "target_capability", return_value=capability),
+        program_patches(launch, "target_capability", lambda: capability),
         implementations("triton"),
     ):
         jax.eval_shape(lambda *given: function(*given), *args)  # a function that JAX has not traced before
