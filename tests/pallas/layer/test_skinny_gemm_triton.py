@@ -242,4 +242,5 @@ def test_on_a_gpu(name: str, rows: int) -> None:
             matrix = quantize_matrix(w, QUANTIZATIONS[kind])
             if skinny_gemm_eight_bits.kernel_for(x, matrix) is not None:
                 got = repeats(lambda x, m, y: skinny_gemm_eight_bits(x, m, add_to=y), x, matrix, add_to)
-                check(got, exact_eight_bits(x, matrix, add_to))
+                # Hopper's tensor cores keep 14 bits of a sum of float8 products; `SUMMED_INSIDE` of them are added so.
+                check(got, exact_eight_bits(x, matrix, add_to), of_row=2**-13 if kind == "float8" else 1e-5)
