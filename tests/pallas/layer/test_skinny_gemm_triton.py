@@ -202,7 +202,7 @@ def test_kernels_are_compiled_for_every_target(name: str, capability: int) -> No
 
     def check_resources(cubins: list[Cubin]) -> None:
         for cubin in cubins:
-            assert cubin.spilled <= (16 if name == "small" else 0), cubin  # of masks, on GPUs of capability 12.0
+            assert cubin.spilled <= (32 if name == "small" else 0), cubin  # of masks: columns do not fill a step
             assert 0 < cubin.registers <= 255
             assert cubin.shared_memory <= cubin.limit, cubin
 
