@@ -26,7 +26,7 @@ from smcjax.pallas.attention.prefix_shared import supports as shared_attention_s
 from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.attention.shared_tuning import NARROW, chunk_of, tiles_of
 from smcjax.pallas.attention.xla_blockwise import blockwise_paged_attention
-from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton_beside_mosaic
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton, runs_triton_beside_mosaic
 
 Plan = Sharing | CommonPrefix
 
@@ -190,6 +190,11 @@ def _supports_triton(q: jax.Array, key_pages: jax.Array, value_pages: jax.Array,
     return shape is not None and triton_supports(**shape)
 
 
+def _supports_beside_mosaic(q: jax.Array, *arrays: Any, **others: Any) -> bool:
+    """Float32 stays XLA's on Hopper, whose sums Triton's come near and no nearer."""
+    return q.dtype != jnp.float32 and _supports_triton(q, *arrays, **others)
+
+
 def _run_rows(
     q: jax.Array,
     key_pages: jax.Array,
@@ -221,7 +226,8 @@ def _run_tasks(
 paged_attention = Op(paged_attention_xla)
 paged_attention.register(Kernel(runs_mosaic, _run_tasks, _supports_tasks))
 paged_attention.register(Kernel(runs_mosaic, _run_rows, _supports_rows))
-paged_attention.register(Kernel(runs_triton_beside_mosaic, paged_attention_triton, _supports_triton))
+paged_attention.register(Kernel(runs_triton, paged_attention_triton, _supports_triton))
+paged_attention.register(Kernel(runs_triton_beside_mosaic, paged_attention_triton, _supports_beside_mosaic))
 
 find_tasks = Op(find_sharing)
 find_tasks.register(Kernel(runs_mosaic, find_sharing_mosaic, lambda *_, rows, **terms: supports_sharing(rows=rows)))

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smcjax.device import HOPPER
+from smcjax.pallas import dispatch
 from smcjax.pallas.attention.paged_attention import attends_by_kernels, paged_attention, plan_sharing
 from smcjax.pallas.attention.paged_attention_triton import Tuning, paged_attention_triton, supports
 from smcjax.pallas.attention.prefix_plan import CommonPrefix, find_common_prefix
 from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.dispatch import implementations
+from tests.lazily import Patch
 from tests.pallas.attention.test_prefix_shared import Case, case
 from tests.pallas.triton.cubins import MAX_REGISTERS, TARGETS, compiled, lowered
 
@@ -141,6 +144,25 @@ def test_plans_are_common_prefixes_of_wide_tables() -> None:
     with implementations("xla"):
         assert plan(256) is None
         assert not attends_by_kernels(**LLAMA)
+
+
+def test_hopper_takes_windows_and_wide_heads_from_here(patch_programs: Patch) -> None:
+    """Beside Mosaic's kernels, and not in float32."""
+    patch_programs(dispatch, "this_device", lambda: HOPPER)
+    patch_programs(dispatch, "has_triton", lambda: True)
+
+    def run_of(dtype: Any = jnp.bfloat16, dim: int = 128, **how: Any) -> Any:
+        q, pages = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 9, 32, dim), (64, 16, 8, dim)))
+        whose = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 64), (1, 9), (1,)))
+        kernel = paged_attention.kernel_for(q, pages, pages, *whose, **how)
+        return None if kernel is None else kernel.run
+
+    assert run_of(window=512) is run_of(scale=0.05) is run_of(dim=256) is paged_attention_triton
+    assert run_of() is not paged_attention_triton
+    assert run_of(jnp.float32) is None
+    assert run_of(jnp.float32, window=512) is None
+    with implementations("triton"):
+        assert run_of() is run_of(jnp.float32) is paged_attention_triton
 
 
 REAL: dict[str, dict[str, Any]] = {
