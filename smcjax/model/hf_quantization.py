@@ -62,9 +62,10 @@ class Storage:
         rows, columns = self.block
         return columns is None and rows in (1, None)
 
-    def is_of_activations(self, name: str) -> bool:
-        """True for tensors that say how activations were quantised, which are not read."""
-        return self.kind == FLOAT8 and name.endswith((".input_scale", ".input_scale_ub"))
+
+def is_of_activations(name: str) -> bool:
+    """True for tensors that say how activations were quantised, which are not read."""
+    return name.endswith((".input_scale", ".input_scale_ub", ".input_zero_point"))
 
 
 def storage(keys: HFKeys) -> Storage | None:
@@ -113,8 +114,8 @@ def _compressed_tensors(outer: HFKeys) -> Storage:
         targets = group.raw("targets")
         if not isinstance(targets, list) or not targets or any(kind not in ("Linear", "Embedding") for kind in targets):
             raise group.refusal("targets", _READ)
-        _refuse(group, "output_activations", *([] if float8 else ["input_activations"]))
-        group.raw("input_activations")
+        _refuse(group, "output_activations")
+        _skip(group, "input_activations")
         if group.raw("format", kind) != kind:
             raise group.refusal("format", _READ)
         found.add(_weights(group.inner("weights"), float8))

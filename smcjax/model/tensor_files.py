@@ -15,7 +15,7 @@ import safetensors
 
 from smcjax.errors import CheckpointError
 from smcjax.files import Unreadable, require_file, shortened
-from smcjax.model.hf_quantization import Storage
+from smcjax.model.hf_quantization import Storage, is_of_activations
 from smcjax.quantization import FLOAT8, QUANTIZATIONS, Quantization
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
@@ -173,10 +173,10 @@ def with_scales(directory: Path, tensors: dict[str, TensorFile], storage: Storag
             f"{directory / 'config.json'} has a quantization_config for {storage.kind.name} and the .safetensors files "
             f"beside it have no tensor of dtype {storage.kind.stored}; use the config.json that belongs to them"
         )
-    scales = {name: _read_scales(tensors, name, storage) for name in stored}
+    of_weights = {name: file for name, file in tensors.items() if not is_of_activations(name)}
+    scales = {name: _read_scales(tensors, name, storage) for name in stored if name in of_weights}
     beside = {name + storage.suffix for name in scales}
-    read = {name: file for name, file in tensors.items() if name not in beside and not storage.is_of_activations(name)}
-    return Source(read, scales, storage)
+    return Source({name: file for name, file in of_weights.items() if name not in beside}, scales, storage)
 
 
 def _read_scales(tensors: Mapping[str, TensorFile], name: str, storage: Storage) -> np.ndarray:

@@ -202,6 +202,20 @@ def test_files_of_another_writer(tmp_path: Path) -> None:
     chex.assert_trees_all_equal(load_checkpoint(tmp_path, "float32", quantization="int8")[1], kept, strict=True)
 
 
+def test_activations_in_eight_bits_are_computed_in_the_weights_dtype(tmp_path: Path) -> None:
+    """What a file of W8A8 says of its activations, static scales and zero points included, changes no weight."""
+    write_foreign(tmp_path)
+    _, plain = load_checkpoint(tmp_path, "float32", quantization="int8")
+    stored = load_file(tmp_path / "model.safetensors")
+    of_activations = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": False}
+    config = {**RAW, "quantization_config": scheme(group={"input_activations": of_activations})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prefix = Q_PROJ.removesuffix("weight")
+    scales = {prefix + "input_scale": np.ones(1, np.float32), prefix + "input_zero_point": np.zeros(1, np.int8)}
+    save_file({**stored, **scales}, tmp_path / "model.safetensors")
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path, "float32", quantization="int8")[1], plain, strict=True)
+
+
 def test_a_tied_head_in_int8_beside_its_embedding(tmp_path: Path) -> None:
     """Two equal matrices are one, by their scales as well as by their numbers."""
     config = CONFIGS["qwen2, tied"]
@@ -364,10 +378,7 @@ OTHER: list[tuple[dict[str, Any], str]] = [
     (scheme(group={"format": "pack-quantized"}), "config_groups.group_0.format is 'pack-quantized'"),
     (scheme(group={"targets": ["re:.*q_proj"]}), "config_groups.group_0.targets is ['re:.*q_proj']"),
     (scheme(group={"targets": []}), "config_groups.group_0.targets is []"),
-    (
-        scheme(group={"input_activations": {"num_bits": 8}}),
-        "config_groups.group_0.input_activations is {'num_bits': 8}",
-    ),
+    (scheme(group={"output_activations": {"num_bits": 8}}), "config_groups.group_0.output_activations is {'num_bits'"),
     (scheme(group={"weights": None}), "config_groups.group_0.weights.num_bits is None"),
     (scheme(weights={"num_bits": 4}), "weights.num_bits is 4"),
     (scheme(weights={"num_bits": 8.0}), "weights.num_bits is 8.0"),
