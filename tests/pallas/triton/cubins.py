@@ -80,7 +80,7 @@ def _compile(kernel: Any, arrays: tuple[Any, ...], options: dict[str, Any], capa
         attrs={(index,): [["tt.divisibility", 16]] for index in range(len(arrays))},
     )
     chosen = {name: options[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-    triton.knobs.cache.dir = str(Path(".pytest_cache/d/triton").resolve())  # jax-triton leaves Triton without one
+    triton.knobs.cache.dir = str(Path(".pytest_cache/d/smcjax/triton").resolve())  # jax-triton leaves Triton without one
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     registers, spilled = _resources(made.asm["cubin"])
     return Cubin(kernel.__name__, registers, spilled, made.metadata.shared, SHARED_MEMORY[f"sm{capability}"])
