@@ -37,11 +37,12 @@ def acceptance_cases(
     *,
     requests: int = 1,
     context: int = 256,
+    cycles: int = 16,
     **how: Any,
 ) -> list[Case]:
     """The target alone, and these decoders; one that is given twice is one. `how` is that of `synthetic_case`."""
     chosen = dict.fromkeys((Autoregressive(), *decodings))
-    return [synthetic_case(decoding, requests, context, **how) for decoding in chosen]
+    return [synthetic_case(decoding, requests, context, cycles=cycles, **how) for decoding in chosen]
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:
