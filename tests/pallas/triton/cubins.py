@@ -80,7 +80,8 @@ def _compile(kernel: Any, arrays: tuple[Any, ...], options: dict[str, Any], capa
         attrs={(index,): [["tt.divisibility", 16]] for index in range(len(arrays))},
     )
     chosen = {name: options[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-    triton.knobs.cache.dir = str(Path(".pytest_cache/d/smcjax/triton").resolve())  # jax-triton leaves Triton without one
+    # jax-triton leaves Triton without a folder for what it compiled.
+    triton.knobs.cache.dir = str(Path(".pytest_cache/d/smcjax/triton").resolve())
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     registers, spilled = _resources(made.asm["cubin"])
     return Cubin(kernel.__name__, registers, spilled, made.metadata.shared, SHARED_MEMORY[f"sm{capability}"])
