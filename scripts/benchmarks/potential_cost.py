@@ -1,4 +1,4 @@
-"""What potentials cost: requests through the engine without one, with one on the device, with one on the host.
+"""Times requests through the engine without a potential, with one on the device, and with one on the host.
 
     python scripts/benchmarks/potential_cost.py --requests 8 --milliseconds 10
 

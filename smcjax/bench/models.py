@@ -177,6 +177,4 @@ def random_params(config: ModelConfig, seed: int, quantization: str | None = Non
 
 def _made(config: ModelConfig, leaves: Iterable[jax.Array], quantization: str | None) -> Params:
     shapes = param_shapes(config, config.dtype)
-    if quantization is None:
-        return jax.tree.unflatten(jax.tree.structure(shapes), list(leaves))
-    return quantize_leaves(shapes, leaves, QUANTIZATIONS[quantization])
+    return quantize_leaves(shapes, leaves, None if quantization is None else QUANTIZATIONS[quantization])

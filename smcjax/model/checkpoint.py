@@ -181,7 +181,7 @@ def load_checkpoint(
         for text, token in ends_by_name(file.file).items():
             logger.info("%s: %r (%d) ends an answer by its name, as in llama.cpp; no key says so.", path, text, token)
     config = dataclasses.replace(config, dtype=target.name)
-    stacks, treedef = jax.tree.flatten(tensor_names(config, *named))
+    stacks = jax.tree.leaves(tensor_names(config, *named))
     shapes = param_shapes(config, target)
     kind = None if quantization is None else QUANTIZATIONS[quantization]
     covered = streamed(shapes)
@@ -204,9 +204,7 @@ def load_checkpoint(
                 leaf = jax.device_put(read) if parallel is None else parallel.place(read, layout)
             yield jax.block_until_ready(leaf)
 
-    if kind is not None:
-        return config, quantize_leaves(shapes, leaves(), kind)
-    return config, jax.tree.unflatten(treedef, list(leaves()))
+    return config, quantize_leaves(shapes, leaves(), kind)
 
 
 def _chunks(parts: Iterable[tuple[str, int]]) -> Iterator[tuple[str, slice, slice]]:

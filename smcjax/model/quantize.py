@@ -44,11 +44,16 @@ def quantize_params(params: Params, kind: Quantization = INT8, *, consume: bool 
     return quantize_leaves(params, jax.tree.leaves(params, is_leaf=is_packed), kind, consume=consume)
 
 
-def quantize_leaves(like: Params, leaves: Iterable[Any], kind: Quantization, *, consume: bool = True) -> Params:
+def quantize_leaves(like: Params, leaves: Iterable[Any], kind: Quantization | None, *, consume: bool = True) -> Params:
     """Returns the decoder of `leaves`, in the order of `like`'s, with matrices as `quantize_params` has them.
+
+    With `kind` None the leaves stay as they are.
 
     Each matrix is rounded when it comes and, with `consume`, freed: a device never holds two that are not rounded.
     """
+    structure = jax.tree.structure(like, is_leaf=is_packed)
+    if kind is None:
+        return jax.tree.unflatten(structure, list(leaves))
     quantize = jax.jit(functools.partial(quantize_matrix, kind=kind))
 
     def convert(leaf: Any, chosen: bool) -> Any:
@@ -60,5 +65,4 @@ def quantize_leaves(like: Params, leaves: Iterable[Any], kind: Quantization, *, 
             leaf.delete()
         return quantized
 
-    structure = jax.tree.structure(like, is_leaf=is_packed)
     return jax.tree.unflatten(structure, list(map(convert, leaves, streamed(like))))

@@ -203,7 +203,7 @@ def test_files_of_another_writer(tmp_path: Path) -> None:
 
 
 def test_activations_in_eight_bits_are_computed_in_the_weights_dtype(tmp_path: Path) -> None:
-    """What a file of W8A8 says of its activations, static scales and zero points included, changes no weight."""
+    """A W8A8 file's statements on activations, static scales and zero points included, change no weight."""
     write_foreign(tmp_path)
     _, plain = load_checkpoint(tmp_path, "float32", quantization="int8")
     stored = load_file(tmp_path / "model.safetensors")

@@ -71,11 +71,11 @@ def default_tuning(
         itemsize: bytes of a number in pages.
         in_group: N, rows that share their first pages; 1: none do.
     """
-    padded, capability = _power(dim), triton.target_capability()
+    padded, capability = triton.power_of_two(dim), triton.target_capability()
     shared_memory = SHARED_MEMORY.get(f"sm{capability}", min(SHARED_MEMORY.values()))
     multiprocessors = this_device().multiprocessors or HOPPER.multiprocessors
     prompt = columns * group >= PROMPT
-    queries = min(max(_power(in_group * columns * group), 16), 64)
+    queries = min(max(triton.power_of_two(in_group * columns * group), 16), 64)
     step, stages, warps = 64, 3, 4 if padded <= 128 else 8
     if itemsize == 4:  # products in three parts take registers
         queries, step, stages = 16, 32, 2
@@ -162,7 +162,7 @@ def paged_attention_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        PADDED=_power(dim),
+        PADDED=triton.power_of_two(dim),
         TABLE=table_width,
         PAGE=page_size,
         IN_GROUP=in_group,
@@ -192,13 +192,8 @@ def paged_attention_triton(
         interpret=interpret,
         QUERIES=count,
         DIM=dim,
-        PADDED=_power(dim),
+        PADDED=triton.power_of_two(dim),
         SHARES=shares,
-        PADDED_SHARES=_power(shares),
+        PADDED_SHARES=triton.power_of_two(shares),
         BLOCK=block,
     )
-
-
-def _power(number: int) -> int:
-    """The least power of two that is not below."""
-    return 1 << (number - 1).bit_length()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from smcjax.pallas.triton.launch import launch
+from smcjax.pallas.triton.launch import launch, power_of_two
 
 BLOCK = 16  # heads
 MAX_WIDTH = 16384  # of a residual stream whose norm is pending
@@ -63,7 +63,7 @@ def rotate_and_write_triton(write: Any, *, interpret: bool = False) -> tuple[jax
         HALF=dim // 2,
         PAGE=page_size,
         WIDTH=width,
-        PADDED_WIDTH=1 << (width - 1).bit_length(),
+        PADDED_WIDTH=power_of_two(width),
         PENDING_EPS=None if pending is None else pending.eps,
         EPS=None if norms is None else norms.eps,
         BLOCK=BLOCK,

@@ -65,6 +65,11 @@ def launch(
     )
 
 
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below: sizes of Triton's blocks are such."""
+    return 1 << (number - 1).bit_length()
+
+
 def target_capability() -> int:
     """The compute capability, times ten, that kernels are compiled for: this GPU's, or Hopper's where there is none."""
     return this_device().capability or HOPPER.capability

@@ -26,7 +26,7 @@ MAX_REGISTERS = 255  # a thread
 
 @dataclasses.dataclass(frozen=True)
 class Cubin:
-    """What one kernel takes on one target.
+    """The resources that one kernel takes on one target.
 
     Attributes:
         name: of the kernel.
