@@ -6,16 +6,17 @@
 
 Of each case of a grid of b rows, γ drafted tokens, acceptance rate α and width D of KV (bf16):
 
-- host: one call and the wait for its result, median;
-- device: what the profiler says its kernels take, summed over a call, median;
+- host: one call and the wait for its result, median and p95 of 200 calls or more;
+- device: what the profiler says its kernels take, summed over a call, likewise;
 - program: one of many calls in a `fori_loop`, each depending on the one before, on other inputs each, less what such a
   loop takes with nothing in it (that is `nothing`).
 
 Methods: `op by op` (array operations, nothing compiled as a whole), `xla` (the reference, compiled), our kernels, a
-scan with a thread a row (`naive_scan.py`), ours as one block (`one block`: the study's structure), PyTorch eager
-(`torch_eager.py`, in a process of its own; left out where torch is missing). All results are compared with the
-oracle first. Calls rotate over buffers, inputs and results, of more than 200 MB; cases too small for that rotate over
-64 sets, and a pass over 256 MB goes before each round. In programs the results of calls share a buffer, as XLA has it.
+scan with a thread a row and a packer with a block a row (`slow_kernels.py`), ours as one block (`one block`: the
+study's structure), PyTorch eager (`torch_eager.py`, in a process of its own; left out where torch is missing). All
+results are compared with the oracle first. Calls rotate over buffers, inputs and results, of more than 200 MB; cases
+too small for that rotate over 64 sets, and a pass over 256 MB goes before each round. In programs the results of calls
+share a buffer, as XLA has it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from studies.verification.timing import (
     Flush,
     check,
     device_times,
-    host_time,
+    host_times,
     in_program,
     looped,
     rounds,
@@ -254,8 +255,8 @@ class Run:
             for method in case.methods:
 
                 def one(method: str = method) -> None:
-                    times = self.records[case]["times"][method]
-                    times["host"] = host_time(METHODS[method], batches.of(method), flush, calls)
+                    times = host_times(METHODS[method], batches.of(method), flush, calls)
+                    self.records[case]["times"][method] |= times
 
                 self.guarded("host-visible", case, method, one)
 
@@ -382,11 +383,12 @@ def report(results: dict[str, Any]) -> None:
     """A short table of many figures, and the verdicts."""
 
     def figure(times: dict[str, float], key: str) -> str:
-        return f"{times[key]:9.1f}" if key in times else f"{'–':>9}"
+        tail = f" ≤ {times[f'{key}, p95']:6.1f}" if f"{key}, p95" in times else 9 * " "
+        return f"{times[key]:7.1f}{tail}" if key in times else f"{'–':>7}{9 * ' '}"
 
     print(f"\n{results['device']}, jax {results['jax']}, {results['seconds']:.0f} s; {'; '.join(results['notes'])}")
-    heading = f"{'b':>5} {'γ':>4} {'α':>4} {'D':>5} {'floor':>7}  {'method':<22} {'host':>9} {'device':>9}"
-    print(f"{heading} {'program':>9} {'launches':>9} {'of floor':>8}   (µs)")
+    heading = f"{'b':>5} {'γ':>4} {'α':>4} {'D':>5} {'floor':>7}  {'method':<26}"
+    print(f"{heading} {'host ≤ p95':>16} {'device ≤ p95':>16} {'program':>7} {'launches':>17} {'of floor':>17}   (µs)")
     for record in filter(is_shown, results["cases"]):
         for method, times in sorted(record["times"].items()):
             ratio = ""
@@ -394,7 +396,7 @@ def report(results: dict[str, Any]) -> None:
                 ratio = f"{times['device'] / record['floor']:7.2f}×"
             where = f"{record['rows']:5d} {record['gamma']:4d} {record['alpha']:4.1f} {record['dim']:5d}"
             numbers = " ".join(figure(times, key) for key in ("host", "device", "program", "launches"))
-            print(f"{where} {record['floor']:7.2f}  {method:<22} {numbers} {ratio:>8}")
+            print(f"{where} {record['floor']:7.2f}  {method:<26} {numbers} {ratio:>8}")
     print("\ntunings at the stress point, µs on the device")
     for label, taken in sorted(results["tunings"].items(), key=lambda item: item[1]):
         print(f"{taken:8.2f}  {label}")
@@ -407,7 +409,7 @@ def main() -> None:
     """Runs, writes after each phase, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write results there, as JSON")
-    parser.add_argument("--quick", action="store_true", help="one acceptance rate, batches up to 64")
+    parser.add_argument("--quick", action="store_true", help="one acceptance rate of KV, batches up to 64")
     parser.add_argument("--cases", type=int, help="only so many, the first ones")
     parser.add_argument("--budget", type=float, default=150, help="seconds; what does not fit is left out")
     parser.add_argument("--threads", type=int, default=8, help="that compile")

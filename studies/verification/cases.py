@@ -17,7 +17,7 @@ from jax import lax
 from smcjax.pallas import active_implementation
 from studies.verification import acceptance
 from studies.verification import verify_pack as vp
-from studies.verification.naive_scan import naive_scan
+from studies.verification.slow_kernels import naive_scan, pack_after_a_wait, pack_by_rows
 from studies.verification.synthetic import rotations, synthetic
 
 MAX_SINGLE_LAUNCH = 40_000  # ids; beyond, one launch is compiled for nothing
@@ -44,10 +44,10 @@ class Case:
 # ------------------------------------------------------------------------------------------------------------- methods
 
 SCANS = ("scan: op by op", "scan: xla", "scan: a thread a row", "scan: ours")
-PACKS = ("pack: xla", "pack: ours")
+PACKS = ("pack: xla", "pack: a block a row", "pack: the same after a wait", "pack: ours")
 VERIFIES = ("verify: xla", "verify: two launches", "verify: one launch", "verify: one block")
 ON_CPU = ("scan: op by op", "scan: xla", "pack: xla", "verify: xla")
-NO_JIT = ("scan: op by op",)
+NO_JIT = ("scan: op by op", "pack: the same after a wait")
 
 
 def one_block(draft: jax.Array, target: jax.Array, kv: jax.Array) -> Any:
@@ -62,6 +62,8 @@ METHODS: dict[str, Call] = {
     "scan: a thread a row": naive_scan,
     "scan: ours": jax.jit(acceptance.acceptance_scan_mosaic),
     "pack: xla": jax.jit(vp.pack_reference),
+    "pack: a block a row": pack_by_rows,
+    "pack: the same after a wait": pack_after_a_wait,
     "pack: ours": jax.jit(lambda kv, lengths: vp.pack_mosaic(kv, lengths)[0]),
     "verify: xla": jax.jit(vp.verify_and_pack_reference),
     "verify: two launches": jax.jit(vp.scan_then_pack_mosaic),
@@ -72,18 +74,19 @@ METHODS: dict[str, Call] = {
 
 def grid(quick: bool) -> list[Case]:
     """The study's grid, its sweep of γ, widths of KV, and batches beyond; first what the goals are stated for."""
-    alphas = (0.9,) if quick else (0.3, 0.6, 0.9)
+    every = (0.3, 0.6, 0.9)
+    alphas = (0.9,) if quick else every
     steps = ("verify: two launches", "verify: one launch")
     cases = [Case(**STRESS, methods=PACKS + VERIFIES, in_program=True)]
     for dim, gamma, alpha in itertools.product((128, 512, 1024, 2048), (8, 128), alphas):
         cases.append(Case(32, gamma, alpha, dim, PACKS + VERIFIES, in_program=alpha == 0.9 and dim in (128, 2048)))
-    for gamma, alpha in itertools.product((8, 64, 128), alphas):
-        cases.append(Case(32, gamma, alpha, methods=SCANS, in_program=True))
+    for gamma, alpha in itertools.product((8, 64, 128), every):
+        cases.append(Case(32, gamma, alpha, methods=SCANS, in_program=alpha in alphas))
     beyond = (64, 257, 1024)
     for rows, gamma, dim, alpha in itertools.product(beyond, (8, 128), (128, 2048), (0.3, 0.9)):
         if not (quick and rows > 64):
             cases.append(Case(rows, gamma, alpha, dim, (*steps, "verify: xla")))
-    for rows, gamma, alpha in itertools.product((1, 4, 16), (8, 64, 128), alphas):
+    for rows, gamma, alpha in itertools.product((1, 4, 16), (8, 64, 128), every):
         cases.append(Case(rows, gamma, alpha, methods=SCANS))
     for gamma, alpha in itertools.product((4, 16, 32), (0.3, 0.9)):
         cases.append(Case(32, gamma, alpha, methods=SCANS))

@@ -2,8 +2,9 @@
 
     python -m studies.verification.plot verify.json -o studies/verification/images
 
-Scan over γ and over α, verify-and-pack over the width of KV, a map of two launches against one, and time over bytes,
-where a one-block kernel crosses the others.
+Scan over γ and over α, with what 95 of 100 calls do not exceed; a map of the scan with a thread a row against a warp a
+row; packing over the width of KV; a map of two launches against one; and time over bytes, where a one-block kernel
+crosses the others.
 """
 
 from __future__ import annotations
@@ -21,12 +22,9 @@ from smcjax.viz.picture import write_figure
 
 Record = dict[str, Any]
 WAYS = {"host": "host-visible", "device": "on the device", "program": "inside a program"}
-COLOURS = {
-    name: f"C{number}"
-    for number, name in enumerate(
-        ["op by op", "xla", "a thread a row", "ours", "torch", "two launches", "one launch", "one block"]
-    )
-}
+AXES = {"rows": "b", "alpha": "α", "gamma": "γ"}
+METHODS = ("op by op", "xla", "a thread a row", "ours", "torch", "two launches", "one launch", "one block")
+COLOURS = {name: f"C{number}" for number, name in enumerate((*METHODS, "a block a row", "the same after a wait"))}
 
 
 def draw_all(results: dict[str, Any], directory: Path, suffix: str = ".svg") -> list[Path]:
@@ -35,9 +33,9 @@ def draw_all(results: dict[str, Any], directory: Path, suffix: str = ".svg") -> 
     pictures: dict[str, Callable[[Sequence[Record]], Figure | None]] = {
         "over_gamma": lambda r: _lines(r, "scan", "gamma", "drafted tokens γ", rows=32, alpha=0.9, dim=0),
         "over_alpha": lambda r: _lines(r, "scan", "alpha", "acceptance rate α", rows=32, gamma=128, dim=0),
-        "over_width": lambda r: _lines(r, "verify", "dim", "width of KV D", rows=32, gamma=128, alpha=0.9),
         "pack_over_width": lambda r: _lines(r, "pack", "dim", "width of KV D", rows=32, gamma=128, alpha=0.9),
-        "ratio": _ratio_map,
+        "scan_ratio": _scan_map,
+        "ratio": _launches_map,
         "crossover": _crossover,
     }
     paths = []
@@ -68,11 +66,12 @@ def _lines(records: Sequence[Record], kind: str, over: str, label: str, **at: An
     for panel, way in zip(panels, ways, strict=True):
         for name, colour in COLOURS.items():
             method = f"{kind}: {name}"
-            points = [(r[over], r["times"][method][way]) for r in chosen if way in r["times"].get(method, {})]
+            points = [(r[over], r["times"][method]) for r in chosen if way in r["times"].get(method, {})]
             if points:
-                panel.plot(*zip(*points, strict=True), "o-", color=colour, label=name, markersize=4)
-        if over == "dim" and way == "device" and kind == "verify":
-            panel.plot([r["dim"] for r in chosen], [r["floor"] for r in chosen], "k:", label="bytes' floor")
+                at_x, times = [x for x, _ in points], [each[way] for _, each in points]
+                above = [each.get(f"{way}, p95", each[way]) - each[way] for _, each in points]
+                bars = [[0.0] * len(above), above]
+                panel.errorbar(at_x, times, yerr=bars, fmt="o-", color=colour, label=name, markersize=4, capsize=2)
         if over != "alpha":
             panel.set_xscale("log", base=2)
         panel.set_yscale("log")
@@ -84,35 +83,48 @@ def _lines(records: Sequence[Record], kind: str, over: str, label: str, **at: An
     return figure
 
 
-def _device(record: Record, name: str) -> float | None:
-    return record["times"].get(f"verify: {name}", {}).get("device")
+def _device(record: Record, method: str) -> float | None:
+    return record["times"].get(method, {}).get("device")
 
 
-def _ratio_map(records: Sequence[Record], alpha: float = 0.9) -> Figure | None:
+def _launches_map(records: Sequence[Record], alpha: float = 0.9) -> Figure | None:
     """Two launches over one, on the device: above 1 fusing pays."""
+    chosen = [r for r in records if r["alpha"] == alpha and r["dim"] in (128, 2048)]
+    methods = "verify: two launches", "verify: one launch"
+    return _ratio_map(chosen, methods, ("dim", "rows", "gamma"), f"two launches ÷ one, α = {alpha}, D")
+
+
+def _scan_map(records: Sequence[Record]) -> Figure | None:
+    """A thread a row over a warp a row, on the device, a panel for each number of rows."""
+    return _ratio_map(records, ("scan: a thread a row", "scan: ours"), ("rows", "alpha", "gamma"), "thread ÷ warp, b")
+
+
+def _ratio_map(
+    records: Sequence[Record], methods: tuple[str, str], by: tuple[str, str, str], title: str
+) -> Figure | None:
+    """The times of two methods divided, by panel, line and column."""
     ratios = {
-        (r["dim"], r["rows"], r["gamma"]): two / one
+        tuple(r[key] for key in by): a / b
         for r in records
-        if r["alpha"] == alpha and (one := _device(r, "one launch")) and (two := _device(r, "two launches"))
+        if (a := _device(r, methods[0])) and (b := _device(r, methods[1]))
     }
-    dims = [dim for dim in (128, 2048) if any(key[0] == dim for key in ratios)]
-    if not dims:
+    if not ratios:
         return None
-    figure, panels = _figure(len(dims))
-    rows = sorted({key[1] for key in ratios if key[0] in dims})
-    gammas = sorted({key[2] for key in ratios if key[0] in dims})
-    for panel, dim in zip(panels, dims, strict=True):
-        values = [[ratios.get((dim, b, gamma), float("nan")) for gamma in gammas] for b in rows]
-        picture = panel.imshow(values, cmap="RdBu", vmin=0.5, vmax=1.5, aspect="auto", origin="lower")
+    panels_of, lines, columns = (sorted({key[place] for key in ratios}) for place in range(3))
+    largest = max(1.5, *ratios.values())
+    figure, panels = _figure(len(panels_of))
+    for panel, which in zip(panels, panels_of, strict=True):
+        values = [[ratios.get((which, line, column), float("nan")) for column in columns] for line in lines]
+        picture = panel.imshow(values, cmap="RdBu", vmin=2 - largest, vmax=largest, aspect="auto", origin="lower")
         for y, line in enumerate(values):
             for x, value in enumerate(line):
                 if value == value:
                     panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize="small")
-        panel.set_xticks(range(len(gammas)), gammas)
-        panel.set_yticks(range(len(rows)), rows)
-        panel.set_xlabel("γ")
-        panel.set_ylabel("b")
-        panel.set_title(f"two launches ÷ one, D = {dim}, α = {alpha}", fontsize="medium")
+        panel.set_xticks(range(len(columns)), columns)
+        panel.set_yticks(range(len(lines)), lines)
+        panel.set_xlabel(AXES[by[2]])
+        panel.set_ylabel(AXES[by[1]])
+        panel.set_title(f"{title} = {which}", fontsize="medium")
     figure.colorbar(picture, ax=list(panels))
     return figure
 
@@ -122,9 +134,8 @@ def _crossover(records: Sequence[Record]) -> Figure | None:
     figure, (panel,) = _figure(1, width=6.0)
     drawn = False
     for name in ("one block", "one launch", "two launches", "xla"):
-        points = sorted(
-            (2 * r["accepted"] * r["dim"] / 1e6, t) for r in records if (t := _device(r, name)) and r["dim"]
-        )
+        mine = [(r, t) for r in records if (t := _device(r, f"verify: {name}")) and r["dim"]]
+        points = sorted((2 * r["accepted"] * r["dim"] / 1e6, t) for r, t in mine)
         if points:
             panel.plot(*zip(*points, strict=True), ".", color=COLOURS[name], label=name)
             drawn = True

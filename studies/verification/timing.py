@@ -22,7 +22,7 @@ from jax import lax
 from studies.verification.cases import METHODS, Batches, Call, kind
 
 WARMUP = 20
-CALLS = 64  # timed, at least
+CALLS = 200  # timed, at least
 IN_PROGRAM = 96
 SETS_IN_PROGRAM = 8
 SLACK = 250  # µs by which the clocks of host and device may differ in a trace; windows are a millisecond apart
@@ -79,7 +79,12 @@ def rounds(call: Call, inputs: Sequence[Any], flush: Flush | None, calls: int) -
         yield lambda: [call(*arguments) for arguments in inputs]
 
 
-def host_time(call: Call, inputs: Sequence[Any], flush: Flush | None, calls: int) -> float:
+def spread(name: str, microseconds: Sequence[float]) -> dict[str, float]:
+    """The median of single calls, and what 95 of 100 calls do not exceed."""
+    return {name: statistics.median(microseconds), f"{name}, p95": float(np.percentile(microseconds, 95))}
+
+
+def host_times(call: Call, inputs: Sequence[Any], flush: Flush | None, calls: int) -> dict[str, float]:
     """µs from a call until its result is there."""
     times: list[float] = []
 
@@ -91,7 +96,7 @@ def host_time(call: Call, inputs: Sequence[Any], flush: Flush | None, calls: int
 
     for run in rounds(one, inputs, flush, calls):
         run()
-    return statistics.median(times[WARMUP:]) * 1e6
+    return spread("host", [1e6 * seconds for seconds in times[WARMUP:]])
 
 
 @functools.cache
@@ -169,5 +174,5 @@ def device_times(directory: Path) -> dict[str, dict[str, float]]:
             continue
         launches = name.startswith("launches ")
         key = name.removeprefix("launches ").removeprefix("window ").rpartition("|")[0]
-        out[key]["launches" if launches else "device"] = statistics.median(values)
+        out[key] |= {"launches": statistics.median(values)} if launches else spread("device", values)
     return dict(out)

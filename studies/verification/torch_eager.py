@@ -4,7 +4,8 @@
 
 Scan: an operation after the other, about seven launches. Pack: `kv[mask]`, which waits for the number of rows on the
 host. Two times a call: host-visible (call and wait) and on the device (the profiler's sum over kernels). A line a case:
-`RESULT {"scan": {"host": µs, "device": µs}, "pack": …, "verify": …}`. Inputs rotate as there.
+`RESULT {"scan": {"host": µs, "device": µs}, "pack": …, "verify": …}`. Inputs rotate as there. Each method's results
+are the oracle's, bit for bit, before it is timed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 
 import torch
 
-from studies.verification.synthetic import rotations, synthetic
+from studies.verification.synthetic import Synthetic, rotations, synthetic
 
 WARMUP = 20
-CALLS = 60
+CALLS = 200
 
 
 def scan(draft: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,15 +58,32 @@ def measured(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
     rows, gamma, dim = case["rows"], case["gamma"], case["dim"]
     copies = rotations(rows, gamma, dim)
     batches = []
-    for seed in range(copies):
-        ids = synthetic(rows, gamma, case["alpha"], seed=7 + seed)
+    oracles = [synthetic(rows, gamma, case["alpha"], seed=7 + seed) for seed in range(copies)]
+    for ids in oracles:
         kv = torch.randn(rows, gamma, dim, device=device, dtype=torch.bfloat16) if dim else None
         batches.append((*(torch.from_numpy(part).to(device) for part in ids), kv))
     methods: dict[str, tuple[Callable[..., Any], list[Any]]] = {"scan": (scan, [b[:2] for b in batches])}
     if dim:
         methods["pack"] = pack, [(b[3], b[2]) for b in batches]
         methods["verify"] = verify, [(b[0], b[1], b[3]) for b in batches]
+    for name, (call, inputs) in methods.items():
+        check(name, call(*inputs[0]), oracles[0], batches[0][3])
     return {name: timed(call, inputs, device) for name, (call, inputs) in methods.items()}
+
+
+def check(name: str, got: Any, ids: Synthetic, kv: torch.Tensor | None) -> None:
+    """Raises unless the results of a method are those that the generator promised."""
+    lengths = [int(length) for length in ids.lengths]
+    following = [int(row[length]) for row, length in zip(ids.target, lengths, strict=True)]
+    want: list[Any] = [lengths, [length < ids.draft.shape[1] for length in lengths], following]
+    if kv is not None:
+        packed = torch.cat([row[:length] for row, length in zip(kv, lengths, strict=True)])
+        offsets = [sum(lengths[:row]) for row in range(len(lengths))]
+        want = {"scan": want, "pack": [packed], "verify": [*want, offsets, packed]}[name]
+    for number, (ours, theirs) in enumerate(zip(got if isinstance(got, tuple) else [got], want, strict=True)):
+        same = torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours.tolist() == theirs
+        if not same:
+            raise AssertionError(f"{name}: result {number} is not the oracle's")
 
 
 def timed(call: Callable[..., Any], inputs: list[Any], device: torch.device) -> dict[str, float | None]:
@@ -85,7 +103,8 @@ def timed(call: Callable[..., Any], inputs: list[Any], device: torch.device) -> 
         kept[i % len(inputs)] = call(*inputs[i % len(inputs)])
         wait()
         times.append(time.perf_counter() - began)
-    out: dict[str, float | None] = {"host": statistics.median(times) * 1e6, "device": None}
+    p95 = statistics.quantiles(times, n=20)[-1]
+    out: dict[str, float | None] = {"host": statistics.median(times) * 1e6, "host, p95": p95 * 1e6, "device": None}
     if device.type == "cuda":
         out["device"] = profiled(call, inputs)
     return out

@@ -70,7 +70,24 @@ def test_verification_and_packing() -> None:
     both, scan = (json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT "))
     assert list(both) == ["scan", "pack", "verify"]
     assert list(scan) == ["scan"]
-    assert all(times["host"] > 0 for times in both.values())
+    assert all(times["host, p95"] >= times["host"] > 0 for times in both.values())
+
+
+@pytest.mark.parametrize("wrong", ["pack", "scan"])
+def test_a_wrong_result_is_not_timed(wrong: str) -> None:
+    code = f"""
+from studies.verification import torch_eager
+right = torch_eager.{wrong}
+def {wrong}(*given):
+    got = right(*given)
+    return got.roll(1, 0) if isinstance(got, torch_eager.torch.Tensor) else (got[0] + 1, *got[1:])
+torch_eager.{wrong} = {wrong}
+try:
+    torch_eager.measured({{"rows": 3, "gamma": 4, "alpha": 0.9, "dim": 8}}, torch_eager.torch.device("cpu"))
+except AssertionError as error:
+    print(error)
+"""
+    assert output(TORCH, "-c", code) == [f"{wrong}: result 0 is not the oracle's"]
 
 
 @pytest.mark.parametrize("directory", ["eagle3", "gemma"])

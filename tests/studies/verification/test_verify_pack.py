@@ -28,6 +28,7 @@ from studies.verification.acceptance import (
     op_by_op,
     scan_rows_mosaic,
 )
+from studies.verification.slow_kernels import naive_scan, pack_by_rows
 from studies.verification.synthetic import floor_bytes, synthetic, with_lengths
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -238,6 +239,20 @@ def test_pack_kernel() -> None:
     np.testing.assert_array_equal(offsets, oracle(given).acceptance.offsets)
 
 
+@pytest.mark.parametrize("name", SPECIAL)
+def test_pack_kernel_with_a_block_a_row(name: str) -> None:
+    given = special(name, 3, 4, 8)
+    check_packed(pack_by_rows(jnp.asarray(given.kv), jnp.asarray(given.lengths), interpret=INTERPRET), given)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_pack_kernel_at_corners(name: str) -> None:
+    given = special(name)
+    tuning = vp.Tuning(2, 1, 3, 2)
+    kernel = vp.pack_mosaic(jnp.asarray(given.kv), jnp.asarray(given.lengths), tuning=tuning, interpret=INTERPRET)
+    check_packed(kernel[0], given)
+
+
 def test_scan_then_pack() -> None:
     given = case(5, 6, dim=8)
     check(functools.partial(vp.scan_then_pack_mosaic, interpret=INTERPRET), given)
@@ -291,6 +306,8 @@ def test_lowers_for_cuda(rows: int, gamma: int, dim: int) -> None:
     assert launches(text(vp.verify_and_pack_mosaic, rows, gamma, dim)) == 1
     assert launches(text(vp.scan_then_pack_mosaic, rows, gamma, dim)) == 2
     assert launches(text(lambda d, t, _: acceptance_scan_mosaic(d, t), rows, gamma, dim)) == 1
+    assert launches(text(lambda d, t, _: naive_scan(d, t), rows, gamma, dim)) == 1
+    assert launches(text(lambda d, _, kv: pack_by_rows(kv, d[:, 0]), rows, gamma, dim)) == 1
 
 
 def test_the_dispatcher_goes_by_the_number_of_ids_and_by_alignment() -> None:
@@ -353,7 +370,10 @@ def every_variant(given: Case) -> None:
     draft, target, kv = map(jnp.asarray, given[:3])
     check_acceptance(op_by_op(draft, target), given)
     check_acceptance(acceptance_scan(draft, target), given)
+    check_acceptance(naive_scan(draft, target), given)
     check_packed(vp.pack(kv, jnp.asarray(given.lengths)), given)
+    if kv.dtype == jnp.bfloat16:
+        check_packed(pack_by_rows(kv, jnp.asarray(given.lengths)), given)
     check(REFERENCE, given)
     check(vp.verify_and_pack, given)
 
