@@ -1,7 +1,7 @@
 """Cycles over a target with Native Sparse Attention beside dense ones, on random weights: time, bytes, tokens/s.
 
     python scripts/benchmarks/bench_sparse.py cycles     # the target alone and speculation, dense and sparse
-    python scripts/benchmarks/bench_sparse.py verify     # one verification, and the share of routing
+    python scripts/benchmarks/bench_sparse.py verify     # one verification, the share of routing, and a tree
     python scripts/benchmarks/bench_sparse.py groups     # of queries that read together, C = 1 2 4 8 …
     python scripts/benchmarks/bench_sparse.py spacing    # of the layers that select: 1 2 4 8 …
     python scripts/benchmarks/bench_sparse.py particles  # SMC, N = 8 and 32
@@ -16,9 +16,9 @@ Who drafts is said by `--drafts`: "lookup" looks tokens up in the text, which co
 the target's verification and the verdict, the bound of any draft; "head" is an EAGLE-3 head of the target's width for
 32,000 token ids; "model" is the 1B. Weights are random, so times are measured and acceptance is *replayed*: `--reached`
 gives the fractions of cycles that reach each draft position, as `smcjax profile` measures them of a trained pair, and
-without it the probability of a draft is assumed, .8 (`--acceptance`). SMC's K + 1
-tokens and the target's one need none. A row "as calibrated" has layers that take others' blocks, in the proportion that
-`calibrate_reuse.py` found for the bundled target.
+without it the probability of a draft is assumed, .8 (`--acceptance`). A tree's are those of a chain of its depth, so
+that its milliseconds alone mean something. SMC's K + 1 tokens and the target's one need none. A row "as calibrated" has
+layers that take others' blocks, in the proportion that `calibrate_reuse.py` found for the bundled target.
 
 Every 16 positions complete a compressed token. Random weights accept next to nothing, so that a request gains a token a
 cycle and, with K = 8, completes a compressed token in 9 of 16 cycles: in as many as where it gains 8.68, since a cycle

@@ -13,6 +13,7 @@ DENSE, SPARSE = None, "nsa-shared"  # the target's attention
 DRAFTS = ("lookup", "head", "model")
 # 1 for layers of the bundled target that select, as `calibrate_reuse.py` found: KL 0.0083 nats a token.
 CALIBRATED = (1, 0, 0, 0, 0, 0, 1, 0)
+TREE = (3, 3, 3)  # the review's: 39 drafts behind the newest token
 SAID = {"lookup": "free drafts", "head": "drafts of a head", "model": "drafts of a 1B"}
 
 
@@ -63,7 +64,10 @@ ALONE = Line("sparse, target alone", SPARSE, Autoregressive(ONE_BY_ONE))
 
 
 def verify_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
-    """Benchmark B: the verification alone. With a spacing of all layers only the first one routes."""
+    """Benchmark B: the verification alone. With a spacing of all layers only the first one routes.
+
+    A tree stands beside the chain that its head drafts in as many steps, and beside itself on the dense target.
+    """
     queries = gamma + 1
     modes: dict[str, SparseVerification | None] = {
         "one by one": ONE_BY_ONE,
@@ -71,7 +75,13 @@ def verify_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
         "merged, first layer selects": merged(queries, layers),
         "by XLA": SparseVerification(),
     }
-    return [Line(name, SPARSE, Rejection(gamma, sparse=sparse), "lookup") for name, sparse in modes.items()]
+    tree = Rejection(tree=TREE, sparse=merged(16))
+    return [
+        *(Line(name, SPARSE, Rejection(gamma, sparse=sparse), "lookup") for name, sparse in modes.items()),
+        Line("a chain", SPARSE, Rejection(len(TREE), sparse=merged(len(TREE) + 1))).by("head"),
+        Line("a tree of 40 nodes", SPARSE, tree).by("head"),
+        Line("a tree of 40 nodes, dense", DENSE, Rejection(tree=TREE)).by("head"),
+    ]
 
 
 def cycle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:

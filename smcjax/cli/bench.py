@@ -17,6 +17,7 @@ from smcjax.cli.bench_options import (
     BATCH,
     CYCLES,
     LENGTH,
+    add_decoding_option,
     add_figures_options,
     add_shape_options,
     check_files,
@@ -26,7 +27,7 @@ from smcjax.cli.bench_options import (
 )
 from smcjax.cli.options import add_debug_option, add_separate_option, one_decoder, remark
 from smcjax.cli.parser import above, share, whole
-from smcjax.decoders import DECODINGS, SMC, Rejection
+from smcjax.decoders import SMC, Rejection
 
 if TYPE_CHECKING:
     from smcjax.bench.cycle import Case, CycleResult
@@ -55,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     _add_common_options(cycle, cycles=16)
     add_separate_option(cycle)
-    cycle.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc, at control 0)")
+    add_decoding_option(cycle)
     cycle.add_argument("--requests", type=BATCH, default=1, help="groups in one batch (1)")
     cycle.add_argument("--context", type=LENGTH, default=256, help="prompt tokens (256)")
     cycle.add_argument("--private", type=whole(0, 1 << 20), default=0, help="of them, tokens that no two share (0)")
@@ -118,7 +119,8 @@ def run_cycle(args: argparse.Namespace) -> int:
     """Times, and prints a table."""
     check_files(args)
     without_peer = {
-        "--decoding rejection": args.decoding == Rejection.name,
+        "--decoding rejection": args.decoding.kind is Rejection,
+        "a decoder with options": bool(args.decoding.options),
         f"--attention {args.attention}": args.attention is not None,
         f"--tensor-parallel-size {args.tensor_parallel_size}": args.tensor_parallel_size > 1,
         "--separate-draft": args.separate_draft,
@@ -158,7 +160,7 @@ def _compare(args: argparse.Namespace, speculation: Speculation) -> int:
     from smcjax.bench.compare import contenders, markdown, rows_of
 
     both = [
-        *("--decoding", args.decoding),
+        *("--decoding", args.decoding.kind.name),
         *("--n-particles", str(args.n_particles), "--gamma", str(args.gamma), "--requests", str(args.requests)),
         *("--context", str(args.context), "--max-model-len", str(args.max_model_len)),
         *("--windows", str(args.windows), "--cycles", str(args.cycles)),

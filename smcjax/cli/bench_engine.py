@@ -18,6 +18,7 @@ from smcjax.cli.bench_options import (
     CYCLES,
     LENGTH,
     ROWS,
+    add_decoding_option,
     add_figures_options,
     add_shape_options,
     check_files,
@@ -34,7 +35,7 @@ from smcjax.cli.options import (
     shows_progress,
 )
 from smcjax.cli.parser import above, whole
-from smcjax.decoders import DECODINGS, SMC, Rejection
+from smcjax.decoders import SMC, Rejection
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
 
     engine = benchmarks.add_parser("engine", help="the engine's cycles against bare ones", description=__doc__)
     add_shape_options(engine)
-    engine.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc, at control 0)")
+    add_decoding_option(engine)
     engine.add_argument(
         "--requests", type=BATCH, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="G", help="at once (1 2 4 8 16 32)"
     )
@@ -108,7 +109,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
 
 def _add_serving_options(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser)
-    parser.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc, at control 0)")
+    add_decoding_option(parser)
     parser.add_argument("--num-prompts", type=COUNT, default=32, help="requests in all (32)")
     parser.add_argument("--input-len", type=LENGTH, default=256, help="prompt tokens (256)")
     parser.add_argument("--output-len", type=LENGTH, default=128, help="tokens of an answer (128)")

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from smcjax.cli.options import QUANTIZATIONS, add_parallel_options, check_output
+from smcjax.cli.options import QUANTIZATIONS, add_parallel_options, check_output, completed_decoder
 from smcjax.cli.parser import whole
-from smcjax.decoders import DECODINGS, SMC, Decoding
+from smcjax.decoders import SMC, Decoding
+from smcjax.decoders.written import Written
 
 if TYPE_CHECKING:
     from smcjax.bench.models import Models
@@ -59,6 +60,17 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     )
 
 
+def add_decoding_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for the decoder to time, which `shape_decoding` completes by the sizes."""
+    parser.add_argument(
+        "--decoding",
+        type=completed_decoder,
+        default=Written(SMC, {}),
+        metavar="DECODER",
+        help="as 'SMC(defer_bonus=False)'; what it does not say is of -N and -K (smc, at control 0)",
+    )
+
+
 def add_figures_options(parser: argparse.ArgumentParser) -> None:
     """Adds options for the figures as JSON, which `write_figures` writes."""
     parser.add_argument("--json", action="store_true", help="one JSON line a row last")
@@ -85,15 +97,19 @@ def write_figures(
 
 def shape_decoding(args: argparse.Namespace) -> Decoding:
     """The decoder to time; SMC as published, whose cycles give K + 1 tokens whatever the random weights say."""
-    chosen = DECODINGS[args.decoding]
+    written: Written = args.decoding
+    chosen = written.kind
     sizes = {chosen.rows_argument: args.n_particles, "gamma": args.gamma} if chosen.rows_argument else {}
     sizes |= {"control": 0} if chosen is SMC else {}
+    if "tree" in written.options:  # it says how many tokens are drafted, of one row
+        sizes = {}
+    decoding: Decoding = written.make(**sizes)
     if not getattr(args, "separate_draft", False):  # an option of one benchmark
-        return chosen(**sizes)
-    if chosen is not SMC:
+        return decoding
+    if chosen is not SMC or written.options:
         raise ValueError(
-            f"--separate-draft is for --decoding smc, whose draft need not wait for the target, got --decoding "
-            f"{args.decoding}; leave one of them out."
+            f"--separate-draft is for --decoding smc without options, whose draft need not wait for the target, got "
+            f"{decoding}; leave one of them out."
         )
     if args.tensor_parallel_size > 1:
         raise ValueError(

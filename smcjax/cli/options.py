@@ -42,8 +42,15 @@ def decoder(text: str) -> Written:
 
 def one_decoder(text: str) -> Decoding:
     """The type of an option that takes one more decoder, with all its options; "auto" is none."""
+    return completed_decoder(text).make()
+
+
+def completed_decoder(text: str, **more: Any) -> Written:
+    """A decoder that can be made with `more` of what the text does not say. Raises as argparse wants it."""
     try:
-        return read_decoder(text, DECODINGS).make()
+        written = read_decoder(text, DECODINGS)
+        written.make(**more)
+        return written
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
 

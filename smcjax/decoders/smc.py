@@ -235,6 +235,8 @@ class SMC(Decoding):
         words += [str(self.resampling)] if self.resampling in SCHEMES[1:] else []
         words += [_shown(self.resampling)] if isinstance(self.resampling, Resampler) else []
         words += [_shown(one) for one in self.potentials]
+        words += [] if self.bonus else ["no bonus"]
+        words += ["undeferred"] if self.defer_bonus is False else []
         words += ["pipelined"] if self.pipelined else []
         return ", ".join(words) + in_words(self.sparse)
 

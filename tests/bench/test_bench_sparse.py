@@ -49,6 +49,16 @@ def test_issued_bytes(context: int, naive: float, merged: float, shared: float) 
     assert issued_bytes(dense, Rejection(8), context, 0.75) == 4096 * context
 
 
+@pytest.mark.parametrize(("overlap", "of_all"), [(0.7, 30.4 / 64), (0.75, 0.4375), (0.9, 0.325)])
+def test_a_groups_union_is_the_reviews_formula(overlap: float, of_all: float) -> None:
+    """Blocks of four queries' union, of the 64 that they load one by one: the review's three worked examples."""
+    config = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config
+    config = dataclasses.replace(config, num_layers=1)
+    four = Rejection(3, sparse=SparseVerification("merged", 4))
+    more = issued_bytes(config, four, 65_536, overlap) - issued_bytes(config, four, 65_536, 1.0)
+    assert (16 + more / (4096 * 64)) / 64 == pytest.approx(of_all, abs=1e-9)
+
+
 def test_a_population_reads_little_that_is_not_unique() -> None:
     """SMC, N = 8 and K = 8 at 64 Ki positions: by the layer's own tasks within 1.3 times what differs; and by formula.
 
@@ -72,7 +82,9 @@ def test_rows() -> None:
     names = {name: [line.name for line in lines(8, 32, rows.DRAFTS)] for name, lines in rows.BENCHMARKS.items()}
     assert names["spacing"] == [f"spacing {spacing}" for spacing in (1, 2, 4, 8, 32)]
     assert names["groups"] == [f"merged by {size}" for size in (1, 2, 4, 8, 9)]
-    assert names["verify"] == ["one by one", "merged", "merged, first layer selects", "by XLA"]
+    assert names["verify"][:4] == ["one by one", "merged", "merged, first layer selects", "by XLA"]
+    nodes = [line.decoding.speculation.scored for line in rows.verify_lines(8, 32, ())[4:]]
+    assert nodes == [4, 40, 40]  # of the review: 1 + 3 + 9 + 27
     assert names["cycles"][:3] == ["dense, target alone", "sparse, target alone", "dense, speculation, free drafts"]
     assert len(set(names["cycles"])) == 2 + 5 * len(rows.DRAFTS) + 2
     assert sum("N = 32" in name for name in names["particles"]) == 3

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
 from smcjax.bench import cycle
 from smcjax.bench import table as bench_table
 from smcjax.bench.cycle import Case, CycleResult
@@ -213,6 +213,15 @@ def test_bench_saves_on_request_only(smcjax: Command, monkeypatch: pytest.Monkey
     assert asked[2] == (Models(*shapes, None, "int8"), Case(SMC(5, 6, control=0)), None)
     assert smcjax("bench", "cycle", "--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b").code == 0
     assert asked[3][0] == Models("llama-3.1-8b", "llama-3.2-1b")
+    written = {
+        "SMC(gamma=1, defer_bonus=False)": SMC(5, 1, control=0, defer_bonus=False),
+        "SMC(control=0.1, ess_threshold=1.0)": SMC(5, 8, control=0.1, ess_threshold=1.0),
+        "rejection": Rejection(8, n_candidates=5),
+        "Rejection(tree=(2, 1))": Rejection(tree=(2, 1)),
+    }
+    for text in written:
+        assert smcjax("bench", "cycle", "-N", "5", "--decoding", text).code == 0
+    assert [case.decoding for _, case, _ in asked[4:]] == [*written.values()]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,7 @@ def test_bench_saves_on_request_only(smcjax: Command, monkeypatch: pytest.Monkey
         (("bench", "cycle", "--tensor-parallel-size", "512"), "--tensor-parallel-size is 512 and tiny-target has"),
         (("bench", "cycle", "--draft-tensor-parallel-size", "3"), "--draft-tensor-parallel-size must be 1 or"),
         (("bench", "cycle", "--compare", "--tensor-parallel-size", "2"), "--compare has no peer"),
+        (("bench", "cycle", "--separate-draft", "--decoding", "SMC(defer_bonus=False)"), "smc without options, whose"),
         (("bench", "cycle", "--target-layers", "3"), "--target-layers must be 1 to 2"),
         (("generate", "a", "--tensor-parallel-size", "0"), "--tensor-parallel-size"),
         (("generate", "a", "--tensor-parallel-size", "1024"), "--tensor-parallel-size is 1024 and JAX has"),

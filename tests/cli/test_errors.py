@@ -325,6 +325,7 @@ def test_arguments_are_refused_before_jax_is_imported() -> None:
     argvs += [
         [*GENERATE, "--decoding", "smc", "--model", "org/name"],
         ["bench", "cycle", "--compare", "--decoding", "rejection"],
+        ["bench", "cycle", "--compare", "--decoding", "SMC(defer_bonus=False)"],
     ]
     argvs += [["bench", "cycle", "--compare", "--attention", "nsa"]]
     assert len(argvs) > 70

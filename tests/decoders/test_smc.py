@@ -54,6 +54,7 @@ def test_rejection_control_by_either_name_is_one_rule() -> None:
 
 def test_decoders_that_differ_in_what_they_draw_have_other_words() -> None:
     changes = ({}, {"power": 2.0}, {"draft_temperature": 0.5}, {"ess_threshold": 0.25}, {"resampling": "residual"})
+    changes += ({"defer_bonus": False}, {"bonus": False, "control": 0.0})
     said = [str(SMC(**change)) for change in changes]
     assert len(set(said)) == len(said)
     assert said[0] == "SMC, N=8, K=8, control 0.1"
