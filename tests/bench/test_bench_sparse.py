@@ -56,7 +56,7 @@ def test_a_groups_union_is_the_reviews_formula(overlap: float, of_all: float) ->
     config = dataclasses.replace(config, num_layers=1)
     four = Rejection(3, sparse=SparseVerification("merged", 4))
     more = issued_bytes(config, four, 65_536, overlap) - issued_bytes(config, four, 65_536, 1.0)
-    assert (16 + more / (4096 * 64)) / 64 == pytest.approx(of_all, abs=1e-9)
+    assert (16 + more / (4096 * 64)) / 64 == pytest.approx(of_all, abs=1e-7)  # bytes are whole
 
 
 def test_a_population_reads_little_that_is_not_unique() -> None:
