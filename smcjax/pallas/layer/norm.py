@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton
+from smcjax.pallas.layer import norm_triton as triton
 from smcjax.pallas.mosaic.compat import plgpu
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
@@ -137,3 +138,4 @@ def add_rms_norm_mosaic(
 
 add_rms_norm = Op(add_rms_norm_reference)
 add_rms_norm.register(Kernel(runs_mosaic, add_rms_norm_mosaic, _supports))
+add_rms_norm.register(Kernel(runs_triton, triton.add_rms_norm_triton, triton.supports_norm))

@@ -30,7 +30,6 @@ STAGES = 6  # at most
 RESERVED = 2 << 10  # bytes of a block's shared memory that the compiler takes for itself
 MOST_BESIDE_128 = 96  # rows of x that 128 rows of W are multiplied by: sums are kept in registers
 SUMMED_INSIDE = 128  # products of float8 that Hopper's tensor cores add up in fewer bits than float32: all are 2% off
-SUMMED_AT_ONCE = 1024  # results of a block that adds up shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,24 +221,26 @@ def _product(
     tuning: Tuning | None,
     interpret: bool,
 ) -> jax.Array:
-    from smcjax.pallas.layer.skinny_gemm_triton_kernel import skinny_product, sum_of_shares
+    from smcjax.pallas.layer.skinny_gemm_triton_kernel import skinny_product
 
     *shape, columns = x.shape
     rows, outputs = x.size // columns, w.shape[0]
     tuning = tuning or tuning_for(rows, outputs, columns, w.dtype, x.dtype)
     one, more = tile_rows(rows)
     flat = x.reshape(rows, columns)
+    row_tiles, output_tiles = -(-rows // (one + more)), -(-outputs // tuning.outputs)
     # What is not there is not read: any array stands for it.
     others = [flat if array is None else array.reshape(-1) for array in (of_x, of_w, add_to)]
     limited = w.dtype == FLOAT8 and triton.target_capability() == HOPPER.capability
-    flags: dict[str, Any] = {"SCALES_X": of_x is not None, "SCALES_W": of_w is not None, "ADDS": add_to is not None}
-    y = jax.ShapeDtypeStruct((rows, outputs), jnp.dtype(result))
-    shares = jax.ShapeDtypeStruct((tuning.shares, rows, outputs), jnp.float32)
-    found = triton.launch(
+    is_shared = tuning.shares > 1
+    y, _ = triton.launch(
         skinny_product,
-        *(flat, w, *others),
-        out=y if tuning.shares == 1 else shares,
-        grid=(-(-rows // (one + more)), -(-outputs // tuning.outputs), tuning.shares),
+        *(flat, w, *others, triton.arrivals(row_tiles * output_tiles) if is_shared else flat),
+        out=(
+            jax.ShapeDtypeStruct((rows, outputs), jnp.dtype(result)),
+            jax.ShapeDtypeStruct((tuning.shares, rows, outputs) if is_shared else (1,), jnp.float32),
+        ),
+        grid=(row_tiles, output_tiles, tuning.shares),
         warps=tuning.warps,
         stages=tuning.stages,
         interpret=interpret,
@@ -251,22 +252,9 @@ def _product(
         TILE_OUTPUTS=tuning.outputs,
         TILE_COLUMNS=tuning.columns,
         SHARES=tuning.shares,
+        SCALES_X=of_x is not None,
+        SCALES_W=of_w is not None,
+        ADDS=add_to is not None,
         SUMMED_INSIDE=min(SUMMED_INSIDE, tuning.columns) if limited else None,
-        **flags,
     )
-    if tuning.shares > 1:
-        found = triton.launch(
-            sum_of_shares,
-            *(found, *others),
-            out=y,
-            grid=(-(-outputs // SUMMED_AT_ONCE), rows),
-            warps=4,
-            stages=1,
-            interpret=interpret,
-            ROWS=rows,
-            OUTPUTS=outputs,
-            SHARES=tuning.shares,
-            TILE_OUTPUTS=SUMMED_AT_ONCE,
-            **flags,
-        )
-    return found.reshape(*shape, outputs)
+    return y.reshape(*shape, outputs)

@@ -6,7 +6,8 @@ A block has TILE_OUTPUTS rows of W and passes over their columns, or over its sh
 the tensor cores and x on the short one, as tokens are few: sums are [outputs, rows] and are stored transposed.
 
 A matrix of too few rows to keep a GPU busy is divided along its columns as well. Blocks then leave their sums in
-float32, [shares, rows, outputs], and `sum_of_shares` adds them up, in the order of the shares whatever block was first.
+float32, [shares, rows, outputs]. The block that is the last one of a tile to do so adds them up, in the order of the
+shares whichever block that is.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -59,17 +60,37 @@ def _finished(
 
 @triton.jit
 def _store(
-    y, sums, of_x, of_w, add_to, row, output, share, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SHARES: tl.constexpr,
-    SCALES_X: tl.constexpr, SCALES_W: tl.constexpr, ADDS: tl.constexpr
+    y, sums, of_x, of_w, add_to, row, output, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SCALES_X: tl.constexpr,
+    SCALES_W: tl.constexpr, ADDS: tl.constexpr
 ):  # fmt: skip
-    """Stores sums [outputs, rows]: results where the block has all columns, else its share of them as it is."""
+    """Stores results of sums [outputs, rows] over all columns."""
     row, output = row[None, :], output[:, None]
     is_there = (row < ROWS) & (output < OUTPUTS)
-    if SHARES == 1:
-        sums = _finished(sums, of_x, of_w, add_to, row, output, is_there, OUTPUTS, SCALES_X, SCALES_W, ADDS)
-        tl.store(y + row * OUTPUTS + output, sums.to(y.dtype.element_ty), mask=is_there)
-    else:
-        tl.store(y + (share * ROWS + row) * OUTPUTS + output, sums, mask=is_there)
+    sums = _finished(sums, of_x, of_w, add_to, row, output, is_there, OUTPUTS, SCALES_X, SCALES_W, ADDS)
+    tl.store(y + row * OUTPUTS + output, sums.to(y.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _leave(shares, sums, row, output, share, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Stores sums [outputs, rows] over a share of the columns."""
+    row, output = row[None, :], output[:, None]
+    is_there = (row < ROWS) & (output < OUTPUTS)
+    tl.store(shares + (share * ROWS + row) * OUTPUTS + output, sums, mask=is_there)
+
+
+@triton.jit
+def _added_up(
+    shares, row, output, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SHARES: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr
+):  # fmt: skip
+    """Sums [outputs, rows] of all shares, which other multiprocessors have written: read from the L2."""
+    row, output = row[None, :], output[:, None]
+    is_there = (row < ROWS) & (output < OUTPUTS)
+    sums = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+    for share in tl.static_range(SHARES):
+        at = shares + (share * ROWS + row) * OUTPUTS + output
+        sums += tl.load(at, mask=is_there, other=0.0, cache_modifier=".cg")
+    return sums
 
 
 @triton.jit
@@ -79,7 +100,9 @@ def skinny_product(
     of_x,  # [ROWS] f32, read if SCALES_X
     of_w,  # [OUTPUTS] f32, read if SCALES_W
     add_to,  # [ROWS, OUTPUTS], read if ADDS
-    y,  # [ROWS, OUTPUTS], or f32 [SHARES, ROWS, OUTPUTS]
+    arrived,  # int32, zeros, one a tile: with several shares only, like the last
+    y,  # [ROWS, OUTPUTS]
+    shares,  # [SHARES, ROWS, OUTPUTS] f32
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -118,34 +141,22 @@ def skinny_product(
         if MORE_ROWS:
             more_sums = tl.dot(tile, of_more, more_sums, input_precision="ieee", max_num_imprecise_acc=SUMMED_INSIDE)
 
-    _store(y, sums, of_x, of_w, add_to, row, output, share, ROWS, OUTPUTS, SHARES, SCALES_X, SCALES_W, ADDS)
-    if MORE_ROWS:
-        _store(
-            y, more_sums, of_x, of_w, add_to, more_row, output, share, ROWS, OUTPUTS, SHARES, SCALES_X, SCALES_W, ADDS
-        )  # fmt: skip
-
-
-@triton.jit
-def sum_of_shares(
-    shares,  # [SHARES, ROWS, OUTPUTS] f32
-    of_x,  # the others as `skinny_product` has them
-    of_w,
-    add_to,
-    y,  # [ROWS, OUTPUTS]
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SHARES: tl.constexpr,
-    TILE_OUTPUTS: tl.constexpr,
-    SCALES_X: tl.constexpr,
-    SCALES_W: tl.constexpr,
-    ADDS: tl.constexpr,
-):
-    # One row of x and TILE_OUTPUTS of its results a block.
-    row = tl.program_id(1) + tl.zeros((TILE_OUTPUTS,), tl.int32)
-    output = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
-    is_there = output < OUTPUTS
-    sums = tl.zeros((TILE_OUTPUTS,), tl.float32)
-    for share in tl.static_range(SHARES):
-        sums += tl.load(shares + (share * ROWS + row) * OUTPUTS + output, mask=is_there, other=0.0)
-    sums = _finished(sums, of_x, of_w, add_to, row, output, is_there, OUTPUTS, SCALES_X, SCALES_W, ADDS)
-    tl.store(y + row * OUTPUTS + output, sums.to(y.dtype.element_ty), mask=is_there)
+    if SHARES == 1:
+        _store(y, sums, of_x, of_w, add_to, row, output, ROWS, OUTPUTS, SCALES_X, SCALES_W, ADDS)
+        if MORE_ROWS:
+            _store(y, more_sums, of_x, of_w, add_to, more_row, output, ROWS, OUTPUTS, SCALES_X, SCALES_W, ADDS)
+    else:
+        _leave(shares, sums, row, output, share, ROWS, OUTPUTS)
+        if MORE_ROWS:
+            _leave(shares, more_sums, more_row, output, share, ROWS, OUTPUTS)
+        # All threads have stored before one of them counts the block. Counting releases what they stored, and acquires
+        # what the blocks counted before have: the last one sees all shares. It leaves 0, as it found it.
+        tl.debug_barrier()
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SHARES - 1:
+            sums = _added_up(shares, row, output, ROWS, OUTPUTS, SHARES, TILE_ROWS, TILE_OUTPUTS)
+            _store(y, sums, of_x, of_w, add_to, row, output, ROWS, OUTPUTS, SCALES_X, SCALES_W, ADDS)
+            if MORE_ROWS:
+                more_sums = _added_up(shares, more_row, output, ROWS, OUTPUTS, SHARES, MORE_ROWS, TILE_OUTPUTS)
+                _store(y, more_sums, of_x, of_w, add_to, more_row, output, ROWS, OUTPUTS, SCALES_X, SCALES_W, ADDS)
+            tl.store(arrived + tile, 0)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
+from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton
+from smcjax.pallas.layer import norm_triton as triton
 from smcjax.pallas.layer.norm import PendingNorm, inverse_rms, row_layout, supports_norm
 from smcjax.pallas.mosaic.compat import pl, plgpu
 
@@ -95,3 +96,4 @@ def _swiglu(
 
 swiglu = Op(swiglu_reference)
 swiglu.register(Kernel(runs_mosaic, swiglu_mosaic, _supports))
+swiglu.register(Kernel(runs_triton, triton.swiglu_triton, triton.supports_swiglu))

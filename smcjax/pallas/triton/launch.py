@@ -1,17 +1,25 @@
 """The launch of a Triton kernel within a JAX program, through jax-triton.
 
 A kernel is one function that `triton.jit` compiles for one architecture while JAX lowers the program. It becomes a
-custom call of that program, which CUDA graphs capture like any other launch. Triton is imported when the first kernel
-runs: modules of kernels (`*_triton_kernel.py`), which import it, are imported by the functions that launch them.
+custom call of that program. CUDA graphs capture typed custom calls alone, which `_lower_typed` makes of jax-triton's.
+Triton is imported when the first kernel runs: modules of kernels (`*_triton_kernel.py`), which import it, are imported
+by the functions that launch them.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 from smcjax.device import HOPPER, this_device
+
+MIN_ARRIVALS = 1024
+TYPED = 4  # StableHLO's number of custom calls with typed arguments
 
 type Shapes = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]
 
@@ -50,7 +58,10 @@ def launch(
         return interpreted(kernel, *arrays, out=out, grid=grid, aliases=aliases or {}, **static)
     import jax_triton
 
-    results = "out_shape" if jax_triton.__version_info__ < (0, 4) else "out_type"
+    results = "out_type"
+    if jax_triton.__version_info__ < (0, 4):
+        results = "out_shape"
+        _lower_typed()
     return jax_triton.triton_call(
         *arrays,
         kernel=kernel,
@@ -63,6 +74,34 @@ def launch(
         **{results: out},
         **static,
     )
+
+
+@functools.cache
+def _lower_typed() -> None:
+    """Has jax-triton 0.3 launch kernels by the typed custom call of JAX's plugin, as jax-triton 0.4 does by itself.
+
+    0.3 emits the untyped one, which XLA leaves out of CUDA graphs: 2,300 launches of a cycle are then the host's.
+    """
+    from jax_triton import triton_lib
+
+    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        results = triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, ctx, *args, **params)
+        attributes = results[0].owner.attributes
+        attributes["call_target_name"] = ir.StringAttr.get("triton_kernel_call_ffi")
+        attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), TYPED)
+        attributes["backend_config"] = ir.DictAttr.get({"opaque": attributes["backend_config"]})
+        return results
+
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, lower, platform="cuda")
+
+
+def arrivals(count: int) -> jax.Array:
+    """Zeros by which the blocks of a launch find out which is the last of some: as many counters as asked for, or more.
+
+    A kernel that counts in them leaves zeros, so XLA, which knows of no change, may give all launches of a program the
+    same ones: one size serves all, and launches of a program come one after the other.
+    """
+    return jnp.zeros(max(MIN_ARRIVALS, power_of_two(count)), jnp.int32)
 
 
 def power_of_two(number: int) -> int:

@@ -199,7 +199,7 @@ def attention_of(
 @pytest.mark.parametrize(("name", "calls"), [("8B verify shared", 2), ("many rows", 1)])
 def test_a_program_has_one_custom_call_and_another_where_shares_are_merged(name: str, calls: int) -> None:
     attend, arrays = attention_of(**{**REAL, "many rows": {"R": 64}}[name])
-    assert lowered(attend, *arrays).count("custom_call @triton_kernel_call") == calls
+    assert lowered(attend, *arrays).count("custom_call @triton_kernel_call_ffi") == calls
 
 
 @pytest.mark.parametrize("capability", TARGETS)

@@ -76,7 +76,7 @@ REAL: dict[str, dict[str, Any]] = {
 
 def test_a_program_has_one_custom_call() -> None:
     function, arrays = given_to(**REAL["8B verify"])
-    assert lowered(lambda *given: function(*given[:7]), *arrays).count("custom_call @triton_kernel_call") == 1
+    assert lowered(lambda *given: function(*given[:7]), *arrays).count("custom_call @triton_kernel_call_ffi") == 1
 
 
 @pytest.mark.parametrize("capability", TARGETS)

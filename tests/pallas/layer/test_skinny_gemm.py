@@ -46,12 +46,18 @@ def exact_swiglu(x: jax.Array, w: jax.Array) -> np.ndarray:
     return gate / (1 + np.exp(-gate)) * up
 
 
-def check(got: jax.Array, want: np.ndarray, dtype: Any = jnp.bfloat16, of_row: float = 1e-5) -> None:
-    """One rounding to `dtype`, and what sums in f32 may miss: a part of the row's largest number."""
+def check(
+    got: jax.Array,
+    want: np.ndarray,
+    dtype: Any = jnp.bfloat16,
+    of_row: float = 1e-5,
+    largest: np.ndarray | None = None,
+) -> None:
+    """One rounding to `dtype`, and what sums may miss: a part of the row's largest number, or of `largest`."""
     assert got.shape == want.shape
     assert got.dtype == dtype
     rounding = 2**-8 if dtype == jnp.bfloat16 else 0.0
-    atol = np.abs(want).max(axis=-1, keepdims=True) * of_row
+    atol = of_row * (np.abs(want).max(axis=-1, keepdims=True) if largest is None else largest)
     difference = np.abs(np.asarray(got, np.float64) - want)
     assert (difference <= rounding * np.abs(want) * 1.01 + atol).all(), (difference / (np.abs(want) + atol)).max()
 

@@ -46,7 +46,7 @@ def test_the_interpreter_computes_the_kernel(dtype: jnp.dtype) -> None:
 
 def test_a_program_has_one_custom_call() -> None:
     w, x, count = jnp.ones((32, 64), jnp.bfloat16), jnp.ones(64, jnp.bfloat16), jnp.zeros(2, jnp.int32)
-    assert lowered(times, w, x, count).count("custom_call @triton_kernel_call") == 1
+    assert lowered(times, w, x, count).count("custom_call @triton_kernel_call_ffi") == 1
 
 
 @pytest.mark.parametrize("capability", TARGETS)
