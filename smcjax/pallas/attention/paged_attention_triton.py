@@ -25,6 +25,7 @@ from smcjax.pallas.attention.prefix_plan import CommonPrefix
 from smcjax.pallas.triton import launch as triton
 
 MAX_SHARES = 32  # of a query's slots
+MIN_STEPS = 4  # of a share: fewer take less time than merging one share more
 BLOCKS_IN_FLIGHT = 2  # of a multiprocessor
 PROMPT = 512  # queries of a row and key-value head from which on they are a prompt's
 LOG2_E = math.log2(math.e)
@@ -88,9 +89,9 @@ def default_tuning(
         step //= 2
 
     def shares(tiles: int, blocks: int, available: int) -> int:
-        """As many for each tile as fill the GPU with the others' blocks, but no more than there are steps."""
+        """As many for each tile as fill the GPU with the others' blocks, of `MIN_STEPS` steps where all are seen."""
         wanted = max(1, BLOCKS_IN_FLIGHT * blocks // (tiles * kv_heads))
-        return max(1, min(wanted, MAX_SHARES, -(-available // step)))
+        return max(1, min(wanted, MAX_SHARES, available // (MIN_STEPS * step)))
 
     tiles = -(-columns * group // queries)
     shared_tiles = rows // in_group * -(-in_group * columns * group // queries)
