@@ -59,6 +59,17 @@ class Evaluation:
             found.setdefault(kind, []).extend(parts)
         return {kind: sum(right) / len(right) for kind, right in found.items()} if len(found) > 1 else {}
 
+    @property
+    def tokens_per_cycle_by_kind(self) -> dict[str, float]:
+        """Tokens a cycle of the answers to each kind, which say how many drafts are accepted; of the same kinds."""
+        tokens, cycles = Counter[str](), Counter[str]()
+        answers = len(self.outputs) // len(self.kinds)
+        for number, output in enumerate(self.outputs):
+            kind = self.kinds[number // answers]
+            tokens[kind] += output.metrics.generated_tokens
+            cycles[kind] += output.metrics.cycles
+        return {kind: tokens[kind] / max(cycles[kind], 1) for kind in self.by_kind}
+
     def report(self) -> dict[str, float]:
         """Figures that `smcjax eval` prints: accuracy with its 95% interval, speed, tokens a cycle, warnings.
 

@@ -73,13 +73,19 @@ def run(args: argparse.Namespace) -> int:
         f"accuracy  {100 * report['accuracy']:.1f}%  (95% interval {100 * report['ci_low']:.1f} to "
         f"{100 * report['ci_high']:.1f})  {report['n']} {JUDGED[args.task]}, {chosen}, temperature {args.temperature}"
     )
-    if by_kind := evaluation.by_kind:
-        print("of them   " + ", ".join(f"{kind} {100 * share:.1f}%" for kind, share in by_kind.items()))
+    by_kind, paced = evaluation.by_kind, evaluation.tokens_per_cycle_by_kind
+    if by_kind:
+        each = (f"{kind} {100 * share:.1f}%, {paced[kind]:.2f} tokens a cycle" for kind, share in by_kind.items())
+        print("of them   " + "; ".join(each))
     print(f"speed     {report['tokens_per_second']:.0f} tokens/s, {report['tokens_per_cycle']:.2f} tokens a cycle")
     if report["warned"]:
         print(
             f"warnings  {report['warned']} of {len(evaluation.parts)} answers, among them {report['warned_wrong']} of "
             f"the {report['wrong']} that are wrong"
         )
-    write_figures(args, [{"decoder": str(chosen), **report, "by_kind": by_kind}], this_machine())
+    write_figures(
+        args,
+        [{"decoder": str(chosen), **report, "by_kind": by_kind, "tokens_per_cycle_by_kind": paced}],
+        this_machine(),
+    )
     return 0

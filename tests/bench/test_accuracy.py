@@ -36,7 +36,8 @@ class Oracle:
         for index, problem in enumerate(self.problems):
             text = problem.solution if index < self.right else "#### 100000"
             answer = CompletionOutput(0, text, [1] * 10, "stop")
-            metrics = RequestMetrics(cycles=4, resamples=0, generated_tokens=10, drafted=0, seconds=1.0)
+            cycles = 3 if problem.steps == 2 else 5
+            metrics = RequestMetrics(cycles=cycles, resamples=0, generated_tokens=10, drafted=0, seconds=1.0)
             error = "broken" if index == len(self.problems) - 1 else None
             warning = "it fell" if index in self.warned else None
             smc = SMCOutput(0.0, [], np.zeros(1, np.float32), 0, 0.0, warning=warning)
@@ -54,10 +55,11 @@ def test_the_report() -> None:
     assert evaluation.correct == [True] * 13 + [False] * 7
     assert (report["accuracy"], report["ci_low"], report["ci_high"], report["n"]) == (13 / 20, low, high, 20)
     assert low < 13 / 20 < high
-    assert report["tokens_per_cycle"] == 2.5
+    cycles = sum(3 if problem.steps == 2 else 5 for problem in problems)
+    assert report["tokens_per_cycle"] == 200 / cycles
     assert report["seconds"] == pytest.approx(100, abs=1)
     assert report["tokens_per_second"] == pytest.approx(2.0, rel=0.02)
-    assert (report["generated_tokens"], report["cycles"], report["errors"]) == (200, 80, 1)
+    assert (report["generated_tokens"], report["cycles"], report["errors"]) == (200, cycles, 1)
     assert (report["steps"], report["preemptions"]) == (100, 2)
     assert (report["warned"], report["wrong"], report["warned_wrong"]) == (3, 7, 2)
     of_two = [index < 13 for index, problem in enumerate(problems) if problem.steps == 2]
@@ -65,6 +67,9 @@ def test_the_report() -> None:
     assert evaluation.by_kind["2 steps"] == sum(of_two) / len(of_two)
     counts = {kind: sum(f"{one.steps} steps" == kind for one in problems) for kind in evaluation.by_kind}
     assert sum(share * counts[kind] for kind, share in evaluation.by_kind.items()) == pytest.approx(13)
+    assert evaluation.tokens_per_cycle_by_kind == {
+        kind: 10 / 3 if kind == "2 steps" else 2.0 for kind in evaluation.by_kind
+    }
     assert len({one.seed for one in oracle.params}) == 20
     assert {(one.max_tokens, one.temperature) for one in oracle.params} == {(50, 0.3)}
 
