@@ -366,6 +366,6 @@ def _merge(
     lse = log2_sums[..., : columns * group].reshape(splits, rows, kv_heads, columns, group)
     lse = lse.transpose(0, 1, 3, 2, 4).reshape(splits, rows, columns, heads)
     # A split that saw nothing has −∞ and weighs 0; a query for which all are −∞ gets 0, not NaN.
-    weights = jnp.exp2(lse - jnp.maximum(jnp.max(lse, axis=0), MASKED))
-    weights = weights / jnp.maximum(jnp.sum(weights, axis=0), 1e-30)
+    weights = jnp.exp2(lse - jnp.maximum(jnp.max(lse, axis=0, keepdims=True), MASKED))
+    weights = weights / jnp.maximum(jnp.sum(weights, axis=0, keepdims=True), 1e-30)
     return jnp.sum(parts * weights[..., None], axis=0).astype(dtype)

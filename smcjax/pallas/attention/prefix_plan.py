@@ -152,14 +152,14 @@ def _tasks(
     """Each row's tasks of `slots` slots that hold some of `begin` to `end`, once for all rows with the same pages."""
     groups, rows, count, _ = pages.shape
     number = np.arange(count)
-    first = jnp.asarray(number * slots)
+    first = jnp.asarray(number * slots)[None, None]
     reads = (first >= begin[..., None]) & (first < end[..., None])  # [G, N, tasks]
     same = (pages[:, :, None] == pages[:, None]).all(-1) & reads[:, :, None] & reads[:, None]  # [G, N, N, tasks]
     bit = 1 << np.arange(rows, dtype=np.int32)
-    members = jnp.sum(jnp.where(same, bit[:, None], 0), axis=2, dtype=jnp.int32)  # [G, N, tasks]
-    leads = reads & ((members & (bit - 1)[:, None]) == 0)
+    members = jnp.sum(jnp.where(same, bit[None, None, :, None], 0), axis=2, dtype=jnp.int32)  # [G, N, tasks]
+    leads = reads & ((members & (bit - 1)[None, :, None]) == 0)
     of_part = np.array([bit[in_part].sum() for in_part in in_parts], np.int32)
-    mine = leads[:, None] & ((members[:, None] & of_part[:, None, None]) != 0)  # [G, parts, N, tasks]
+    mine = leads[:, None] & ((members[:, None] & of_part[None, :, None, None]) != 0)  # [G, parts, N, tasks]
     place, found = _places(mine)
     fields = jnp.concatenate(
         [pages, jnp.broadcast_to(number[:, None], (*members.shape, 1)), members[..., None]], axis=3, dtype=jnp.int32
@@ -178,7 +178,7 @@ def _places(mine: Bool[Array, "G parts N tasks"]) -> tuple[Int[Array, "G parts N
     """
     _, _, rows, count = mine.shape
     row, number = np.arange(rows), np.arange(count)
-    lower = (row[:, None] < row)[:, :, None]  # [N (summed), N, 1]
+    lower = (row[:, None] < row)[None, None, :, :, None]  # [1, 1, N (summed), N, 1]
     within = jnp.sum(mine[:, :, :, None] & lower, axis=2, dtype=jnp.int32)
     by_number = jnp.sum(mine, axis=2, dtype=jnp.int32)  # [G, parts, tasks]
     before = jnp.sum(jnp.where(number[:, None] < number, by_number[..., None], 0), axis=2, dtype=jnp.int32)

@@ -92,8 +92,8 @@ def assignments(sharing: Sharing, splits: Sequence[int]) -> Int[Array, "G shares
     """
     part = np.repeat(np.arange(len(splits)), splits)
     own = assign_tasks(
-        jnp.asarray(np.concatenate([np.arange(count) for count in splits])),
-        jnp.asarray(np.repeat(splits, splits)),
+        jnp.asarray(np.concatenate([np.arange(count) for count in splits]))[None],
+        jnp.asarray(np.repeat(splits, splits))[None],
         sharing.num_chunks[:, part],
         sharing.num_pieces[:, part],
         in_task=PACKED // sharing.piece,

@@ -197,7 +197,7 @@ def _reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVC
         ),
     )
     logits = unembed(params, hidden[:, -1]) / draws.temperature[:, None]
-    bits = (draws.forbidden[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
+    bits = (draws.forbidden[:, :, None] >> np.arange(32, dtype=np.uint32)[None, None]) & 1
     logits = jnp.where(bits.reshape(logits.shape) == 1, -jnp.inf, logits)
     noise = gumbels(key_from(draws.keys[1]), logits.shape[1:])
     return logits, logits + draws.noise_scale[:, None] * noise, cache
@@ -242,6 +242,6 @@ def random_params(config: ModelConfig) -> Any:
 
     def vary(leaf: jax.Array) -> jax.Array:
         noise = jax.random.normal(jax.random.key(2), leaf.shape)
-        return (leaf * (1 + 0.2 * noise)).astype(leaf.dtype) if leaf.ndim == 1 else leaf
+        return (leaf.astype(jnp.float32) * (1 + 0.2 * noise)).astype(leaf.dtype) if leaf.ndim == 1 else leaf
 
     return jax.tree.map(vary, params)

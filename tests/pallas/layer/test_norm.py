@@ -62,7 +62,7 @@ def test_a_weight_in_float32_is_multiplied_before_the_rounding() -> None:
     exact = np.asarray(x, np.float64)
     exact = exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + EPS)
     once = jnp.asarray(exact * np.asarray(weight, np.float64)).astype(jnp.bfloat16)
-    twice = jnp.asarray(exact).astype(jnp.bfloat16) * weight
+    twice = jnp.asarray(exact).astype(jnp.bfloat16) * weight[None]
     got = rms_norm(x, weight.astype(jnp.float32), EPS)
     assert got.dtype == jnp.bfloat16
     assert (got == once).mean() > 0.99

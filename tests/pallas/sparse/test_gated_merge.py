@@ -119,7 +119,7 @@ def weighed(d: Drawn, order: tuple[int, ...], whole: tuple[int, ...], eps: float
     line = np.arange(len(d.segments.notes)).reshape(-1, BRANCHES, shape.lines)
     # The segments as a launch of the other branches alone would leave them: notes count from a line's own place on.
     own = line[:, left].reshape(-1)
-    notes = d.segments.notes[own] + jnp.asarray(own - np.arange(len(own)))[:, None] * jnp.asarray([1, 0])
+    notes = d.segments.notes[own] + jnp.asarray(own - np.arange(len(own)))[:, None] * jnp.asarray([[1, 0]])
     segments = Segments(
         d.segments.parts, d.segments.lse, notes, tuple(d.segments.numbers[b] for b in left), shape, d.segments.tuning
     )
