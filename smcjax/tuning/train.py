@@ -109,7 +109,8 @@ def train(
             return total / weight * count / mean_tokens, total / weight
 
         gradient, own = jax.grad(loss, has_aux=True)(params)
-        change, state = optimizer.update(gradient, state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers, whatever the user has set
+            change, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, change), state, own
 
     params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), draft_params)
