@@ -61,12 +61,11 @@ from tests.passes import leave_llvm_passes_out  # noqa: E402
 from tests.sizes import one_size  # noqa: E402
 from tests.weights import draw_on_the_host  # noqa: E402
 
-# In these files, named by how their paths begin, tests and what of the package they run say every cast and every
-# broadcast: one that JAX adds may be a mistake, which costs bits or memory. In others some code may still promote.
-EXPLICIT = ("kv/", "test_testing.py", "sparse/test_compression.py", "sparse/test_nsa.py", "sparse/test_scratch.py")
-EXPLICIT += tuple(f"decoding/test_{name}.py" for name in ("ngram", "prefill", "row_feature", "sampling", "sequences"))
-EXPLICIT += ("decoding/test_trees.py", "rejection/test_rules.py", "rejection/test_tree_rules.py")
-EXPLICIT += ("smc/test_control_rules.py", "smc/test_precision.py", "smc/test_resampling.py")
+# JAX promotes neither dtypes nor ranks, nor do engines: each cast and each broadcast is said, as one that JAX adds may
+# be a mistake, which costs bits or memory. Other people's code may: `with jax.numpy_dtype_promotion("standard")`.
+PROMOTION.update(dtype="strict", rank="raise")
+jax.config.update("jax_numpy_dtype_promotion", PROMOTION["dtype"])
+jax.config.update("jax_numpy_rank_promotion", PROMOTION["rank"])
 
 keep_free_memory()
 draw_on_the_host()
@@ -108,21 +107,6 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.clear_caches()
     give_back()
     gc.freeze()  # what is left lives as long as the process, modules above all: no later collection looks at it
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _explicit(request: pytest.FixtureRequest) -> Iterator[None]:
-    """JAX promotes neither dtypes nor ranks where `EXPLICIT` says so, nor do engines that compile within."""
-    if not request.path.relative_to(Path(__file__).parent).as_posix().startswith(EXPLICIT):
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, value in (("dtype", "strict"), ("rank", "raise")):
-            patch.setitem(PROMOTION, kind, value)
-            jax.config.update(f"jax_numpy_{kind}_promotion", value)
-        yield
-    for kind, value in PROMOTION.items():
-        jax.config.update(f"jax_numpy_{kind}_promotion", value)
 
 
 @pytest.fixture

@@ -88,8 +88,10 @@ def test_settings_that_cannot_be_honoured_are_refused_before_any_work() -> None:
 
 def test_the_engine_has_its_own_settings_for_as_long_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROMOTION, "rank", "allow")  # as in users' processes
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+    monkeypatch.setitem(PROMOTION, "dtype", "standard")
+    with jax.enable_x64(True):  # and all tests are strict
         with own_settings():
+            assert (jax.numpy.arange(3) + jax.numpy.ones(3, bool)).dtype == np.int32
             assert jax.numpy.arange(3).dtype == np.int32
             assert (jax.numpy.zeros((2, 3)) + jax.numpy.zeros(3)).shape == (2, 3)
         assert jax.numpy.arange(3).dtype == np.int64
