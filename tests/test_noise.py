@@ -80,6 +80,7 @@ def test_a_token_keeps_its_probability_however_small(ratio: float) -> None:
     np.testing.assert_allclose(share_of(ratio, law_of(gumbel_of_words)), ratio / (1 + ratio), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_control_noise_of_23_bits_loses_it() -> None:
     old = law_of(old_gumbel)
     for ratio in (1e-7, 1e-8, 2.0**-32):

@@ -197,6 +197,7 @@ def test_drafts_are_the_oracles_and_answers_the_targets(decoding: Rejection) -> 
             assert tokens == [int(law.argmax()) for law in laws]
 
 
+@pytest.mark.slow
 def test_control_entries_of_own_outputs_stay(patch_programs: Any) -> None:
     """Accepted tokens' entries as the head made them, of its own outputs, are not the oracle's."""
 
@@ -209,6 +210,7 @@ def test_control_entries_of_own_outputs_stay(patch_programs: Any) -> None:
     assert decode(DECODINGS[0], cycles=4)[1] > 1e-2
 
 
+@pytest.mark.slow
 def test_control_features_of_another_position(patch_programs: Any) -> None:
     """So are features of the token's own position instead of the one before."""
     features = Eagle._features
@@ -239,6 +241,7 @@ def test_sampling_law() -> None:
     assert value > bins + 15 * np.sqrt(2 * bins), "control"
 
 
+@pytest.mark.slow
 def test_particles_that_fork_draft_from_their_own_path() -> None:
     """Rows are copied often and have unequal lengths: q of each is the oracle's, and log q is that of its drafts."""
     eagle, params = head_of(FULL)

@@ -170,6 +170,7 @@ def test_a_truncated_law_is_drawn_from_layer_by_layer(max_model_len: int) -> Non
     )
 
 
+@pytest.mark.slow
 def test_scores_leave_the_fused_step_as_it_is() -> None:
     """The kernel draws, and the logits that it does not write are made once more, for their largest."""
     program = autoregressive.Program(Autoregressive(), MODEL, None, 1024, implementation="mosaic")

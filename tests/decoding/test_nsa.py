@@ -187,6 +187,7 @@ def test_smc_equals_plain_python(draft: ModelConfig, page_size: int) -> None:
     check_smc(draft, page_size)
 
 
+@pytest.mark.slow
 def test_pipelined_smc_equals_plain_python() -> None:
     """Rows share pages of pending blocks; one row writes these tokens and the compressed tokens that they complete."""
     check_smc(DENSE_DRAFT, 2, gamma=4, pipelined=True)
@@ -212,6 +213,7 @@ def with_fault(fault: type[NSA]) -> ModelConfig:
     return dataclasses.replace(TARGET, layers=(LayerSpec(fault(**dataclasses.asdict(PAPER))),))
 
 
+@pytest.mark.slow
 def test_control_particles_that_meddle_are_seen() -> None:
     """The comparison above fails where rows read from others."""
     with pytest.raises(AssertionError):

@@ -169,6 +169,7 @@ class WiderForDrafts(NSA):
         return NSA._attend(dataclasses.replace(self, window=wider), projection, seen, positions, *others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [DraftsBearNothing, WrittenOnce, WiderForDrafts])
 def test_control_chains_tell_a_fault(fault: type[NSA]) -> None:
     with pytest.raises(AssertionError):

@@ -203,6 +203,7 @@ def test_routing_by_groups_changes_nothing(patch_programs: Any) -> None:
     assert not np.abs(scored(SparseVerification("merged", 7)) - want).max() <= 1e-2
 
 
+@pytest.mark.slow
 def test_control_a_mask_that_names_all_queries_is_seen(patch_programs: Any) -> None:
     tasks = nsa_groups.group_tasks
 

@@ -166,6 +166,7 @@ def test_depth_by_depth_and_what_is_kept(name: str) -> None:
     np.testing.assert_allclose(got[:, 0], [row[-1] for row in want], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_orders_are_all_one() -> None:
     """Also an order that is none of the three."""
     rows = rows_of("sparse", 2)
@@ -187,6 +188,7 @@ def test_control_slot_order_for_ancestry(name: str, patch_programs: Any) -> None
     assert rows.difference(TREE.order("bfs")) > 1e-2
 
 
+@pytest.mark.slow
 def test_control_compression_update_dropped(patch_programs: Any) -> None:
     """A tree whose nodes complete no compressed tokens is seen."""
     put = TreeView.put
@@ -254,6 +256,7 @@ def _small_model(key: str, w: Any, caches: list[Any], scratch: list[Any], view: 
     return linear(norm(x), w["emb"], None), jnp.stack(selected), kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "order"), [(2, "bfs"), (8, "dfs")])
 def test_golden_trees(page_size: int, order: str) -> None:
     """Logits and selections behind every node, strictly; then the accepted path is kept, and another token fed."""

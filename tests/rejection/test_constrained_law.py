@@ -164,6 +164,7 @@ def test_drafts_are_masked_as_the_target_is() -> None:
         assert seen > 8
 
 
+@pytest.mark.slow
 def test_control_a_target_that_walks_committed_tokens_alone(patch_programs: Any) -> None:
     """Negative control: leaving earlier drafts out of the target's states shows."""
     patch_programs(SamplingDistribution, "before", lambda *_: None)

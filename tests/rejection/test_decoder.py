@@ -300,6 +300,7 @@ def test_nan_ends_its_request_alone(decoding: Rejection) -> None:
     assert [answers(program, healthy)[i] for i in (0, 2)] == [got[i] for i in (0, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_stale_nan_beyond_a_limit_fails_nobody(decoding: Rejection) -> None:
     """Columns of drafts beyond a row's limit have no KV: the slots there may hold what a broken request has left."""

@@ -159,6 +159,7 @@ def test_every_kind_has_its_law(decoding: Rejection) -> None:
         assert worst < 1e-4, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_control_likeliest_drafts_that_are_said_to_be_drawn(decoding: Rejection, patch_programs: Any) -> None:
     """Negative control: what proposes takes every request for a greedy one, and what verifies does not."""
@@ -173,6 +174,7 @@ def test_control_likeliest_drafts_that_are_said_to_be_drawn(decoding: Rejection,
     assert all(excess > MOST for excess, _ in found.values()), found
 
 
+@pytest.mark.slow
 def test_particles_that_reject_all_that_is_wrong() -> None:
     """SMC at control 1 under a form: the locally masked law, and a weight of the probability that was masked away."""
     program = smc.Program(smc.SMC(n_particles=1, gamma=2, control=1.0), TARGET, EAGLE, MAX_MODEL_LEN, 2)

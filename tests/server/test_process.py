@@ -98,6 +98,7 @@ def test_one_signal_ends_it_in_order(process: tuple[subprocess.Popen[str], str])
     assert last == "smcjax: draining, for 30 s at most; a second signal ends at once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [(["--drain-seconds", "1"], 0.01)], indirect=True)
 def test_a_drain_has_a_deadline(process: tuple[subprocess.Popen[str], str]) -> None:
     """A reader that reads nothing does not keep the server."""
@@ -116,6 +117,7 @@ def test_a_drain_has_a_deadline(process: tuple[subprocess.Popen[str], str]) -> N
     assert "smcjax: 1 requests were cut after 1 s" in server.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [(["--drain-seconds", "0"], 600)], indirect=True)
 def test_an_engine_that_is_busy_for_long_does_not_keep_it(process: tuple[subprocess.Popen[str], str]) -> None:
     """Neither a step nor a compilation that takes minutes."""

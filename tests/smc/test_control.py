@@ -158,6 +158,7 @@ def test_pages_and_schedule_do_not_matter(base: tuple[list[Any], list[smc.Info]]
     assert answers(program, num_pages=bound + 1)[0] == base[0]
 
 
+@pytest.mark.slow
 def test_each_group_has_its_own_control(base: tuple[list[Any], list[smc.Info]]) -> None:
     """Groups under several controls in one program are what a decoder of each makes of them."""
     own = dataclasses.replace(

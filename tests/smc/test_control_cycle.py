@@ -172,6 +172,7 @@ NO_MISTAKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", CONTROL_MUTATIONS)
 def test_controls(mutation: str) -> None:
     """Known mistakes break the law wherever they are mistakes, and there alone."""

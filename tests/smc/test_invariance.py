@@ -151,6 +151,7 @@ def test_worst_case_bound_of_pages_suffices(prompt: int, max_tokens: int) -> Non
     assert least >= 0
 
 
+@pytest.mark.slow
 def test_control_too_few_pages_lose_tokens() -> None:
     """Negative control of the bound: two pages fewer change the answer."""
     ask = Ask((1, 2), 22, seed=5)

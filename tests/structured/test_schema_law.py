@@ -127,6 +127,7 @@ def compiler() -> Compiler:
     return Compiler(tokenizers_like.byte_level())
 
 
+@pytest.mark.slow
 def test_answers_of_random_schemas(compiler: Compiler) -> None:
     """And whatever plain value such a schema with a type takes, its automaton takes too."""
     taken = []

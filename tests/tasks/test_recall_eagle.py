@@ -22,6 +22,7 @@ import train_eagle
 STEPS, LENGTH, FIRST = 4, 2048, 1792
 
 
+@pytest.mark.slow
 def test_it_drafts_what_the_target_says() -> None:
     """On a document of held-out keys, a chain of four drafts. Control: a head whose weights are random."""
     directory = bundled_model(BUNDLED["recall-eagle"])

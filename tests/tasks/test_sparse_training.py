@@ -123,6 +123,7 @@ def test_what_makes_queries_and_keys_learns_to_route() -> None:
     assert jnp.any(gradients.layers[0].qkv)
 
 
+@pytest.mark.slow
 def test_learning_to_route_chooses_as_dense_attention() -> None:
     """Steps of the weights that compress, for which the teacher stays what it is, come near to its choice."""
     params = noisy_params(config_of(ROUTED))

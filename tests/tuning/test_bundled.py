@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from smcjax.model import load_checkpoint
 from smcjax.model.checkpoint import resolve_model_path
@@ -25,6 +26,7 @@ def solutions(seed: int, n: int) -> Answers:
     return Answers(tokens, begins, np.array([len(whole) for _, whole in ids], np.int32) - begins)
 
 
+@pytest.mark.slow
 def test_it_is_nearer_to_the_target() -> None:
     target, target_params = load_checkpoint(resolve_model_path("words"))
     batches = Batches(solutions(31, 48), 4096)

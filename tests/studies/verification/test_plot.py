@@ -34,6 +34,7 @@ def made_up(*, device: bool) -> dict[str, Any]:
     return {"device": "a GPU", "cases": cases}
 
 
+@pytest.mark.slow
 def test_draws_everything_that_was_measured(tmp_path: Path) -> None:
     paths = draw_all(made_up(device=True), tmp_path / "new")
     assert [path.name for path in paths] == [f"verify_{name}.svg" for name in PICTURES]
@@ -42,6 +43,7 @@ def test_draws_everything_that_was_measured(tmp_path: Path) -> None:
         assert path.stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_without_device_times_only_host_visible_lines(tmp_path: Path) -> None:
     assert [path.stem for path in draw_all(made_up(device=False), tmp_path)] == [f"verify_{n}" for n in PICTURES[:3]]
 
