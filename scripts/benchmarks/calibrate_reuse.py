@@ -124,7 +124,7 @@ def log_laws(
 def divergence(of: Float[Array, "R T V"], to: Float[Array, "R T V"], counts: Bool[Array, "R T"]) -> Float[Array, ""]:
     """KL of log-probabilities `of` from `to`, nats, the mean over the tokens that count."""
     each = jnp.sum(jnp.exp(of) * (of - to), axis=-1)
-    return jnp.sum(jnp.where(counts, each, 0)) / jnp.sum(counts)
+    return jnp.sum(jnp.where(counts, each, 0)) / jnp.sum(counts, dtype=each.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -183,7 +183,7 @@ def _joined(
         """Makes the deferred logits of columns [C, R, …] by one product."""
         if drawn.deferred is None:
             return drawn
-        number = generated + 1 + first_column + jnp.arange(drawn.token.shape[0])[:, None]
+        number = generated[None] + 1 + first_column + jnp.arange(drawn.token.shape[0])[:, None]
         logits = drawn.deferred.logits(params)
         if not distribution.features:
             processed = functools.partial(processed_logits, distribution)
