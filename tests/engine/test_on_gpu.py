@@ -21,7 +21,7 @@ from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
 from smcjax.model.view import BatchView
-from smcjax.pallas import active_implementation
+from smcjax.pallas import active_implementation, implementations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.all_sizes, pytest.mark.compiled_at_once]
 TARGET = ModelConfig(256, 1024, 1024, 2, 8, 4, 64, 4096, tie_embeddings=True)  # wide enough for all kernels
@@ -77,17 +77,20 @@ def answers(
 
 @pytest.mark.parametrize(
     # `together`: rows that the persistent step reads together, by new tokens a row
-    ("n_particles", "max_num_seqs", "together", "draft_quantization"),
+    ("implementation", "n_particles", "max_num_seqs", "together", "draft_quantization"),
     [
-        (8, 32, (None, None), None),  # drafts layer by layer, and draws in the head's kernel
-        (8, 4, (8, None), None),
-        (8, 1, (8, 8), None),
-        (16, 1, (16, 8), None),
-        (8, 1, (8, 8), "int8"),
+        ("auto", 8, 32, (None, None), None),  # drafts layer by layer, and draws in the head's kernel
+        ("auto", 8, 4, (8, None), None),
+        ("auto", 8, 1, (8, 8), None),
+        ("auto", 16, 1, (16, 8), None),
+        ("auto", 8, 1, (8, 8), "int8"),
+        ("triton", 8, 4, (None, None), None),
+        ("triton", 8, 1, (None, None), "int8"),
     ],
 )
 def test_repeatable_and_of_the_same_law_as_plain_xla(
     pair: tuple[str, str],
+    implementation: str,
     n_particles: int,
     max_num_seqs: int,
     together: tuple[int | None, ...],
@@ -100,9 +103,10 @@ def test_repeatable_and_of_the_same_law_as_plain_xla(
         table = jax.ShapeDtypeStruct((max_num_seqs * n_particles, 16), jnp.int32)
         unread: Any = None
         view = BatchView(unread, unread, table, unread, unread, unread, rows=n_particles, page_size=16)
-        shape = fused_step_shape(DRAFT, draft, view, columns)
+        with implementations(implementation):
+            shape = fused_step_shape(DRAFT, draft, view, columns)
         assert (None if shape is None else shape.rows) == rows
-    first, second = (answers(pair, n_particles, draft_quantization, "auto", max_num_seqs) for _ in range(2))
+    first, second = (answers(pair, n_particles, draft_quantization, implementation, max_num_seqs) for _ in range(2))
     plain = plain_answers(pair, n_particles, draft_quantization)
     assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
     mine, other = (np.array([o.smc.log_evidence for o in run if o.smc is not None]) for run in (first, plain))
@@ -112,13 +116,15 @@ def test_repeatable_and_of_the_same_law_as_plain_xla(
     assert np.mean([o.metrics.resamples > 0 for o in first]) > 0.5
 
 
-@pytest.mark.parametrize("n_candidates", [1, 8])
-def test_rejection_is_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[str, str], n_candidates: int) -> None:
+@pytest.mark.parametrize(("kernels", "n_candidates"), [("auto", 1), ("auto", 8), ("triton", 8)])
+def test_rejection_is_repeatable_and_of_the_same_law_as_plain_xla(
+    pair: tuple[str, str], kernels: str, n_candidates: int
+) -> None:
     """Drafted by the persistent step, whose laws are made again from what it leaves: accepted and judged alike."""
     decoding = Rejection(gamma=4, n_candidates=n_candidates)
     params = [SamplingParams(max_tokens=24, seed=seed, logprobs=0) for seed in range(256)]
     runs = []
-    for implementation, max_num_seqs in (("auto", 2), ("auto", 2), ("xla", 32)):
+    for implementation, max_num_seqs in ((kernels, 2), (kernels, 2), ("xla", 32)):
         with LLM(
             pair[0],
             draft_model=pair[1],
@@ -142,12 +148,14 @@ def test_rejection_is_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[st
         assert mine.std() > 0
 
 
-@pytest.mark.parametrize("control", [0.1, 1.0])
-def test_controlled_populations_are_of_the_same_law_as_plain_xla(pair: tuple[str, str], control: float) -> None:
+@pytest.mark.parametrize(("kernels", "control"), [("auto", 0.1), ("auto", 1.0), ("triton", 0.1)])
+def test_controlled_populations_are_of_the_same_law_as_plain_xla(
+    pair: tuple[str, str], kernels: str, control: float
+) -> None:
     """No request fails, log Ẑ agrees with plain XLA's, and at control 1 every weight is exactly 1."""
     params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(256)]
     runs = []
-    for implementation, max_num_seqs in (("auto", 2), ("xla", 32)):
+    for implementation, max_num_seqs in ((kernels, 2), ("xla", 32)):
         with LLM(
             pair[0],
             draft_model=pair[1],
@@ -168,9 +176,11 @@ def test_controlled_populations_are_of_the_same_law_as_plain_xla(pair: tuple[str
     assert mine.std() > 0
 
 
-def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str], kernels: str) -> None:
     """Token by token through pages and kernels, against the dense forward in float32: bf16 rounding apart, equal."""
-    with LLM(pair[0], decoding=Autoregressive(), max_model_len=256, compile_at_start=False) as llm:
+    how: dict[str, Any] = {"max_model_len": 256, "implementation": kernels, "compile_at_start": False}
+    with LLM(pair[0], decoding=Autoregressive(), **how) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=60, seed=5, logprobs=0), use_tqdm=False)
     config, params = load_checkpoint(pair[0], "float32")
     dense = jax.jit(lambda ids: jax.nn.log_softmax(logits(config, params, ids)))
