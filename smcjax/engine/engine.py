@@ -46,6 +46,7 @@ from smcjax.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("smcjax")
 
+BLINK = 0.0005  # seconds between looks at a device that is busy
 PATIENCE = 0.01  # seconds that a step with nothing to do waits for a compilation, before it looks for new requests
 
 
@@ -231,7 +232,7 @@ class Engine:
         """
         self._round += 1
         self._take_compiled()
-        self._take_values()
+        self._await_values()
         schedule = self._scheduler.schedule(self._compiled_sizes if self.compiles_in_background else None)
         self._enqueue(schedule)
         if meanwhile is not None:
@@ -396,6 +397,19 @@ class Engine:
     @property
     def _steered(self) -> list[Running]:
         return [running for running in self._running.values() if running.steering is not None]
+
+    @property
+    def _busy(self) -> bool:
+        """True while the device computes what was enqueued last."""
+        last = self._reported[-1].value if self._reported else None
+        return not all(leaf.is_ready() for leaf in jax.tree.leaves(last))
+
+    def _await_values(self) -> None:
+        """Waits for values that next cycles take as long as the device is busy, which costs no time of its own."""
+        self._take_values()
+        while any(running.group.waits for running in self._steered) and self._busy:
+            self._scorer.wait(BLINK)
+            self._take_values()
 
     def _take_values(self) -> None:
         """Ends requests whose potentials have failed; lets groups wait whose next cycle takes values to come."""

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams, TextPotential, smc
+from smcjax.engine.engine import Engine
 from smcjax.engine.results.steering import Steering
 from smcjax.engine.schedule.scheduler import Schedule
 from tests.checkpoints import Pair
@@ -92,6 +93,25 @@ def test_the_same_however_fast_the_host_is(steered: LLM) -> None:
         assert "".join(chunk.text for chunk in chunks) == output.outputs[0].text
         assert chunks[-1].output is not None
         assert fingerprint(chunks[-1].output) == fingerprint(output)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_values_are_awaited_while_the_device_is_busy(steered: LLM, busy: bool) -> None:
+    """Then no cycle begins without a group that could have been in it; else groups wait, and nothing is awaited."""
+    waited, enqueue = [], Engine._enqueue
+
+    def spy(engine: Engine, schedule: Schedule) -> None:
+        waited.extend(running.group.waits for running in engine._steered)
+        enqueue(engine, schedule)
+
+    with (
+        mock.patch.object(steered.engine, "_lag", 1),
+        mock.patch.object(Engine, "_busy", busy),
+        mock.patch.object(Engine, "_enqueue", spy),
+    ):
+        generate(steered, PROMPTS, [ask(i, TextPotential(slowly(early, seed=i), ask=2)) for i in range(4)])
+    assert waited
+    assert any(waited) is not busy
 
 
 def test_plain_requests_beside_it_are_as_without(steered: LLM) -> None:
