@@ -20,7 +20,7 @@ from smcjax.sparse.nsa import NSA
 
 PACKAGE = Path(smcjax.__file__).parent
 FIELDS = {SMC: 16, Rejection: 7, NSA: 8, Program: 8}
-ARGUMENTS = {LLM.__init__: 24}
+ARGUMENTS = {LLM.__init__: 20}
 FILES_IN_A_ROOM = 26
 OPTIONS_OF_GENERATE = 40
 SEAMS = "smcjax.decoders.parts has the seams of a cycle: pass a part to SMC in place of another option."

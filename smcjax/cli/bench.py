@@ -25,7 +25,7 @@ from smcjax.cli.bench_options import (
     shape_models,
     write_figures,
 )
-from smcjax.cli.options import add_debug_option, add_separate_option, one_decoder, remark
+from smcjax.cli.options import add_debug_option, one_decoder, remark
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import SMC, Rejection
 
@@ -55,7 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
     )
     _add_common_options(cycle, cycles=16)
-    add_separate_option(cycle)
+    separate = "two devices: one drafts while the other scores (SMC, pipelined)"
+    cycle.add_argument("--separate-draft", action="store_true", help=separate)
     add_decoding_option(cycle)
     cycle.add_argument("--requests", type=BATCH, default=1, help="groups in one batch (1)")
     cycle.add_argument("--context", type=LENGTH, default=256, help="prompt tokens (256)")

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import os
+import re
 import stat
 import sys
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ QUANTIZATIONS = ("int8", "float8")  # those of smcjax.quantization, which needs 
 ADMISSIONS = ("worst_case", "optimistic")
 # Arguments of `LLM` that are options about models and memory, of these names.
 LLM_ARGUMENTS: tuple[str, ...] = (
-    *("draft_model", "revision", "draft_revision", "draft_drop_layers", "dtype", "implementation", "quantization"),
-    *("draft_quantization", "tensor_parallel_size", "draft_tensor_parallel_size", "separate_draft", "max_model_len"),
+    *("draft_model", "draft_drop_layers", "dtype", "implementation", "quantization"),
+    *("draft_quantization", "tensor_parallel_size", "draft_tensor_parallel_size", "max_model_len"),
     *("page_size", "num_pages", "admission"),
 )
 # Short spellings of a decoder's options; n_particles stands for its class's `rows_argument`.
@@ -95,7 +96,7 @@ def check_models(args: argparse.Namespace) -> None:
     for option in needed:
         name = given[option]
         # What cannot be the id of a model on the hub. Whatever else is wrong is said by who loads it.
-        if name is None or not (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        if name is None or not (name.startswith(("/", ".", "~")) or re.split("[@:]", name)[0].count("/") > 1):
             continue
         try:
             os.stat(os.path.expanduser(name))
@@ -105,10 +106,8 @@ def check_models(args: argparse.Namespace) -> None:
             continue
 
 
-def add_version_options(group: argparse._ArgumentGroup) -> None:
-    """Adds the options that say which version of the two models is meant."""
-    group.add_argument("--revision", help="branch, tag or commit of the target's hub id (main)")
-    group.add_argument("--draft-revision", help="branch, tag or commit of the draft's hub id (main)")
+def add_layers_option(group: argparse._ArgumentGroup) -> None:
+    """Adds the option for layers that the draft does without."""
     group.add_argument(
         "--draft-drop-layers",
         type=int,
@@ -131,7 +130,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="draft: likewise, of the same tokenizer; an EAGLE-3 head; or ngram (rejection)",
     )
-    add_version_options(group)
+    add_layers_option(group)
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto (default): bfloat16 on a GPU")
     group.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's matrices (default: as they are)")
     group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (default: as they are)")
@@ -164,13 +163,6 @@ def add_parallel_options(parser: argparse._ActionsContainer, usual_draft: str = 
         type=devices,
         metavar="n",
         help=f"the draft: 1, each of them has all of it, or as many ({usual_draft})",
-    )
-
-
-def add_separate_option(parser: argparse._ActionsContainer) -> None:
-    """Adds the option for two devices, one of which drafts while the other scores."""
-    parser.add_argument(
-        "--separate-draft", action="store_true", help="two devices: one drafts while the other scores (SMC, pipelined)"
     )
 
 

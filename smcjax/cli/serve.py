@@ -14,7 +14,6 @@ from smcjax.cli.options import (
     add_decoding_options,
     add_memory_options,
     add_model_options,
-    add_separate_option,
     check_models,
     decoding_from,
     has_draft,
@@ -40,7 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_model_options(parser)
     group = parser.add_argument_group("server")
     add_memory_options(group)
-    add_separate_option(group)
 
     def repeatable(option: str, metavar: str, help: str, kind: Callable[[str], Any] = text) -> None:
         group.add_argument(option, type=kind, action="append", default=[], metavar=metavar, help=help)

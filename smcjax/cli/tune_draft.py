@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smcjax.cli.options import add_quiet_option, add_version_options, remark
+from smcjax.cli.options import add_layers_option, add_quiet_option, remark
 from smcjax.cli.parser import above, share, whole
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.errors import extra_missing
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     models = parser.add_argument_group("models")
     models.add_argument("--model", metavar="MODEL", help="target (default: the bundled pair)")
     models.add_argument("--draft-model", "--draft", metavar="MODEL", help="draft to begin with, of the same tokenizer")
-    add_version_options(models)
+    add_layers_option(models)
     answers = parser.add_argument_group("the target's answers")
     answers.add_argument("--prompts", required=True, metavar="FILE", help=f"a JSONL file, or {' or '.join(TASKS)}")
     answers.add_argument("-n", "--num-prompts", type=whole(2, 1_000_000), default=2048, help="prompts (2048)")
@@ -73,13 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from smcjax.viz.charts import draw_tuning
 
     report = tune(
-        Paths.of(
-            args.model,
-            args.draft_model,
-            revision=args.revision,
-            draft_revision=args.draft_revision,
-            draft_drop_layers=args.draft_drop_layers,
-        ),
+        Paths.of(args.model, args.draft_model, args.draft_drop_layers),
         prompts,
         held_out,
         output,

@@ -96,9 +96,10 @@ class SMC(Decoding):
             or lets the others go on without them, so that it does not wait for the longest particle. Unbiased;
             the others weigh 0 then, until they are resampled.
         potentials: factors of the target, each a `smcjax.smc.Potential`: the target is then p(x)^α·∏ φ(x).
-        pipelined: draft each block while the target scores the one before it, so that two devices work at the same time
-            (`LLM(separate_draft=True)`). Weights then decide about a block a cycle later, which is unbiased as well;
-            there is no bonus token, an answer takes one cycle more, and nothing can be rejected: control 0.
+        pipelined: draft each block while the target scores the one before it. Where JAX has two alike devices, and no
+            argument divides a model, one drafts and the other scores at the same time; each has both models whole.
+            Weights decide about a block a cycle later, which is unbiased as well; there is no bonus token, an answer
+            takes one cycle more, and nothing can be rejected: control 0.
 
     A part of one's own takes the place of a short spelling: `acceptance` (a `smcjax.smc.Acceptance`) that of control,
     `ending` (an `Ending`) that of early_end, `resampler` (a `Resampler`) that of resampling. The field of that name

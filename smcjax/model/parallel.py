@@ -167,31 +167,30 @@ def held_by_one(config: ModelConfig, size: int, vocabulary: bool = True) -> Mode
     )
 
 
-def devices_of_host(size: int, argument: str = "tensor_parallel_size") -> TensorParallel:
+def devices_of_host(size: int) -> TensorParallel:
     """The first `size` devices of this process. Raises ValueError where there are not as many alike."""
     devices = jax.local_devices()
     if jax.process_count() > 1:
         raise ValueError(
-            f"{argument} is {size} and this is one of {jax.process_count()} JAX processes; only devices of one process "
-            "hold a model together, so use one process, or 1."
+            f"tensor_parallel_size is {size} and this is one of {jax.process_count()} JAX processes; only devices of "
+            "one process hold a model together, so use one process, or 1."
         )
     if size > len(devices):
         here = f"{len(devices)} device{'s' if len(devices) > 1 else ''} here ({devices[0].platform})"
-        raise ValueError(f"{argument} is {size} and JAX has {here}; use at most {len(devices)}.")
+        raise ValueError(f"tensor_parallel_size is {size} and JAX has {here}; use at most {len(devices)}.")
     kinds = sorted({device.device_kind for device in devices[:size]})
     if len(kinds) > 1:
-        raise ValueError(f"{argument} is {size} and those devices are not alike ({', '.join(kinds)}); use alike ones.")
+        raise ValueError(
+            f"tensor_parallel_size is {size} and those devices are not alike ({', '.join(kinds)}); use alike ones."
+        )
     return TensorParallel(Mesh(np.array(devices[:size]), (AXIS,), axis_types=(AxisType.Auto,)))
 
 
-def two_devices(argument: str) -> TensorParallel:
-    """The first two devices of this process, for a model each. Raises ValueError where there are not two alike."""
-    if len(jax.local_devices()) < 2:
-        raise ValueError(
-            f"{argument} is True and JAX has 1 device here ({jax.local_devices()[0].platform}); use a machine with "
-            "two, or leave it out."
-        )
-    return devices_of_host(2, argument)
+def two_devices() -> TensorParallel | None:
+    """The first two devices of this process, for a model each; None where it has not two alike."""
+    devices = jax.local_devices()[:2]
+    is_pair = len(devices) == 2 and devices[0].device_kind == devices[1].device_kind
+    return devices_of_host(2) if is_pair and jax.process_count() == 1 else None
 
 
 @dataclasses.dataclass(frozen=True)

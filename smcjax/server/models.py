@@ -173,7 +173,7 @@ def load(
     """
     shared = {"max_model_len", "page_size", "num_pages", "admission"}
     per_llm = {key: value for key, value in of_models.items() if key in shared}
-    per_llm |= {"max_num_seqs": max_num_seqs, "seed": seed, "kv_fraction": 1 / len(decodings)}
+    per_llm |= {"max_num_seqs": max_num_seqs, "seed": seed, "num_pages": per_llm.get("num_pages") or 1 / len(decodings)}
     per_llm |= {"max_waiting": max_waiting, "compile_at_start": False}
     has_draft = gives_draft(model, of_models.get("draft_model"), of_models.get("draft_drop_layers"))
     for one in decodings:
@@ -181,9 +181,8 @@ def load(
             one.candidates(Profile.load(one.profile), has_draft=has_draft)
     # The first decoder that needs a draft loads it for all, on the devices that any needs. One by a profile may need
     # none.
-    separate = bool(of_models.get("separate_draft"))
     drafting = sorted(
-        (isinstance(one, Auto), separate and not (isinstance(one, Decoding) and one.overlaps), at)
+        (isinstance(one, Auto), not (isinstance(one, Decoding) and one.overlaps), at)
         for at, one in enumerate(decodings)
         if one.drafts
     )

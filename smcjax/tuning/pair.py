@@ -36,9 +36,6 @@ class Paths:
         cls,
         model: str | None,
         draft_model: str | None,
-        *,
-        revision: str | None = None,
-        draft_revision: str | None = None,
         draft_drop_layers: Sequence[int] | None = None,
     ) -> Paths:
         """The models that arguments of `LLM` name, None for both the bundled pair.
@@ -49,16 +46,16 @@ class Paths:
         if draft_model == NGRAM:
             raise ValueError("draft_model is 'ngram', which has no weights to train; name a model.")
         if draft_model is None and draft_drop_layers is not None:
-            draft_model, draft_revision = model, draft_revision or revision
+            draft_model = model
         if (model is None) != (draft_model is None) and not (model is None and draft_drop_layers is not None):
             given, missing = ("model", "draft_model") if draft_model is None else ("draft_model", "model")
             raise ValueError(f"{given} is set and {missing} is not; give both, or neither for the bundled pair.")
-        target = bundled_model("target") if model is None else resolve_model_path(model, revision)
+        target = bundled_model("target") if model is None else resolve_model_path(model)
         dropped = tuple(draft_drop_layers or ())
         if draft_model is None:
             draft = bundled_model("target" if dropped else "draft")
         else:
-            draft = resolve_model_path(draft_model, draft_revision)
+            draft = resolve_model_path(draft_model)
         if is_eagle(draft):
             raise ValueError(
                 f"draft_model {draft} is an EAGLE-3 head, which drafts by the target's states and is trained on them "

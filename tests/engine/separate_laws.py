@@ -43,12 +43,13 @@ def of(pair: tuple[str, str], **changes: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def two(pair: tuple[str, str]) -> Iterator[LLM]:
-    with of(pair, separate_draft=True, admission="optimistic", num_pages=34) as llm:
+    with of(pair, admission="optimistic", num_pages=34) as llm:
         llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 8)
         yield llm
 
 
-def test_tokens_are_those_of_one_device(pair: tuple[str, str], two: LLM) -> None:
+def test_tokens_are_those_of_one_device(pair: tuple[str, str], two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smcjax.engine.llm.two_devices", lambda: None)
     with of(pair) as one:
         want, whose = asked(one), fingerprints(one.models)
     assert asked(two) == want
@@ -81,7 +82,7 @@ def test_each_device_computes_its_own_part(two: LLM) -> None:
 def test_a_draft_of_the_targets_layers_shares_them(tmp_path: Path) -> None:
     """On each device, as on one."""
     target = write_model(tmp_path, 264, 1, **{**TARGET_SHAPE, "num_layers": 2})
-    fields = {**FIELDS, "draft_drop_layers": (1,), "separate_draft": True}
+    fields = {**FIELDS, "draft_drop_layers": (1,)}
     with LLM(target, decoding=DECODING, compile_at_start=False, **fields) as llm:
         kept = [shard.data.unsafe_buffer_pointer() for shard in shards(llm.models.target_params)]
         shared = [shard.data.unsafe_buffer_pointer() for shard in shards(llm.models.draft_params)]
@@ -97,7 +98,7 @@ def test_control_devices_must_be_told(pair: tuple[str, str], two: LLM, patch_pro
     """Without a word of the results devices would go apart."""
     want = asked(two)
     patch_programs(disaggregation, "_sum_over_devices", lambda results, axis: results)
-    with of(pair, separate_draft=True) as deaf:
+    with of(pair) as deaf:
         assert asked(deaf) != want
         with pytest.raises(AssertionError):
             integers_alike(deaf)

@@ -208,8 +208,3 @@ def test_layers_that_cannot_be_dropped(pair: Pair) -> None:
             LLM(pair.target, draft_drop_layers=wrong)
     with pytest.raises(ValueError, match="has no draft; omit it"):
         LLM(pair.target, draft_drop_layers=[0], decoding=Autoregressive())
-    for name in ("revision", "draft_revision"):
-        with pytest.raises(ValueError, match=f"^{name} is 'v1' and the bundled pair has but one"):
-            LLM(**{name: "v1"})
-        with pytest.raises(ValueError, match=f"^{name} must be a branch"):
-            LLM(pair.target, draft_model=pair.draft, **{name: ""})

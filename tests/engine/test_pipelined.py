@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from smcjax import LLM, SMC, SamplingParams
 from smcjax.smc import KeepAll
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
@@ -114,22 +114,8 @@ def test_what_pipelined_means_goes_with_it() -> None:
     assert (piped.speculation.bonus, piped.speculation.defers) == (False, False)
 
 
-def test_requests_and_models_that_are_refused(pipelined: LLM, pair: Pair) -> None:
+def test_requests_and_models_that_are_refused(pipelined: LLM) -> None:
     with pytest.raises(ValueError, match=r"control is 0\.1 and the decoder pipelined, which cannot reject"):
         pipelined.generate(["ab"], SamplingParams(control=0.1))
     with pytest.raises(ValueError, match=r"pipelined is True and draft_model is .*EAGLE.*; use pipelined=False"):
         LLM(TARGET, draft_model=HEAD, decoding=SMC(2, 2, pipelined=True))
-    fields: dict[str, Any] = {"draft_model": pair.draft, "separate_draft": True}
-    with pytest.raises(ValueError, match=r"separate_draft is True and decoding is SMC, N=8, K=8, control 0\.1, whose"):
-        LLM(pair.target, **fields)
-    with pytest.raises(ValueError, match=r"separate_draft is True and decoding is target alone"):
-        LLM(pair.target, decoding=Autoregressive(), **fields)
-    fields["decoding"] = SMC(2, 2, pipelined=True)
-    with pytest.raises(ValueError, match=r"separate_draft is True and tensor_parallel_size is 2, but devices of their"):
-        LLM(pair.target, tensor_parallel_size=2, **fields)
-    with pytest.raises(ValueError, match=r"separate_draft is True and draft_tensor_parallel_size is 1, but devices"):
-        LLM(pair.target, draft_tensor_parallel_size=1, **fields)
-    with pytest.raises(ValueError, match=r"separate_draft is True and JAX has 1 device here \(cpu\); use a machine"):
-        LLM("/nowhere", **fields)  # before models are looked for
-    with pytest.raises(ValueError, match="separate_draft must be True or False, got 'yes'"):
-        LLM(pair.target, **{**fields, "separate_draft": "yes"})

@@ -266,7 +266,6 @@ def test_ngram_drafts_need_no_model_and_change_no_greedy_token(pair: Pair) -> No
         (SMC(2, 2), {}, "draft_model is 'ngram', whose drafts leave the target's other tokens no probability"),
         (Rejection(2), {"draft_drop_layers": (0,)}, "draft_drop_layers is (0,) and draft_model='ngram' has no draft"),
         (Rejection(2), {"draft_quantization": "int8"}, "draft_quantization is 'int8' and draft_model='ngram' has no"),
-        (Rejection(2), {"draft_revision": "main"}, "draft_revision is 'main' and draft_model='ngram' has no draft"),
     ],
 )
 def test_ngram_drafts_refuse_what_is_of_models(pair: Pair, decoding: Any, changes: Any, message: str) -> None:

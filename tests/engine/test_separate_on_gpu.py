@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, SamplingParams
+from smcjax.model.parallel import two_devices
 from tests.engine.parallel_laws import told
 from tests.engine.separate_laws import integers_alike
 from tests.engine.test_on_gpu import PROMPTS
@@ -22,8 +24,12 @@ pytestmark = [
 
 def answers(pair: tuple[str, str], *, separate: bool, **changes: Any) -> list[Any]:
     decoding = SMC(8, 4, pipelined=True, ess_threshold=0.9)
-    fields: dict[str, Any] = {"max_model_len": 192, "max_num_seqs": 2, "separate_draft": separate, **changes}
-    with LLM(pair[0], draft_model=pair[1], decoding=decoding, **fields) as llm:
+    fields: dict[str, Any] = {"max_model_len": 192, "max_num_seqs": 2, **changes}
+    found = two_devices() if separate else None
+    with (
+        mock.patch("smcjax.engine.llm.two_devices", return_value=found),
+        LLM(pair[0], draft_model=pair[1], decoding=decoding, **fields) as llm,
+    ):
         params = [SamplingParams(max_tokens=60, temperature=1.0, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         if separate:

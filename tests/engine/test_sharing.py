@@ -39,8 +39,10 @@ def test_what_cannot_be_shared(pair: Pair, plain: LLM) -> None:
         LLM(pair.target, share=plain, decoding=Autoregressive())
     with pytest.raises(ValueError, match="dtype is 'bfloat16' and share brings the models"):
         LLM(share=plain, decoding=Autoregressive(), dtype="bfloat16")
-    with pytest.raises(ValueError, match="kv_fraction must be above 0"):
-        LLM(share=plain, decoding=Autoregressive(), kv_fraction=0)
+    with pytest.raises(
+        ValueError, match=r"num_pages must be a whole number from 2 to \d+, or a share such as 0.5, got 1.5"
+    ):
+        LLM(share=plain, decoding=Autoregressive(), num_pages=1.5)
 
 
 def test_fractions_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +50,9 @@ def test_fractions_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gpu_memory", "device_memory"):
         monkeypatch.setattr(f"smcjax.engine.run.memory.{name}", lambda: 1_000_000)
 
-    def pages(kv_fraction: float) -> int:
+    def pages(share: float | None) -> int:
         fields = {"page_bytes": 1_000, "largest_request": 10, "max_num_seqs": 1 << 10, "weight_bytes": 200_000}
-        return choose_num_pages(None, gpu_memory_utilization=0.8, kv_fraction=kv_fraction, **fields)
+        return choose_num_pages(share, gpu_memory_utilization=0.8, **fields)
 
-    assert pages(1.0) == 600
+    assert pages(None) == pages(1.0) == 600
     assert pages(0.5) == 300

@@ -122,16 +122,15 @@ import json, sys
 from smcjax.errors import CheckpointError
 from smcjax.model import hub as hub_module
 from smcjax.model.checkpoint import resolve_model_path
-for name, revision in json.loads(sys.argv[1]):
+for name in json.loads(sys.argv[1]):
     try:
-        print("path", resolve_model_path(name, revision))
+        print("path", resolve_model_path(name))
     except CheckpointError as error:
         print("refused", error)
 """
-Asked = tuple[str, str | None]  # name and revision
 
 
-def fetch(cache: Path, address: str, *asked: Asked, **environment: str) -> list[str]:
+def fetch(cache: Path, address: str, *asked: str, **environment: str) -> list[str]:
     """Calls `resolve_model_path` for each in one process; returns each one's path, or the sentence that refuses it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     result = subprocess.run(
@@ -152,7 +151,7 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.mark.slow
 def test_what_is_needed_is_downloaded_once_and_then_found_without_network(hub: Hub, tmp_path: Path) -> None:
-    main, cache = ("org/model", None), tmp_path / "cache"
+    main, cache = "org/model", tmp_path / "cache"
     with serving(hub) as address:
         first, again = map(Path, fetch(cache, address, main, main, HF_TOKEN=TOKEN))
     assert first.name == MAIN
@@ -167,12 +166,12 @@ def test_what_is_needed_is_downloaded_once_and_then_found_without_network(hub: H
     weights = [name for name in hub.downloaded if name.endswith(".safetensors")]
     assert len(weights) == len(set(weights)) == 2
     assert hub.tokens == {f"Bearer {TOKEN}"}
-    offline = fetch(cache, NOBODY, main, ("org/model", "v1"), ("org/other", None), HF_HUB_OFFLINE="1")
+    offline = fetch(cache, NOBODY, main, "org/model@v1", "org/other", HF_HUB_OFFLINE="1")
     assert offline[0] == str(first)
     for sentence in offline[1:]:
         assert "HF_HUB_OFFLINE is set; unset it to download it" in sentence
     assert "'v1'" in offline[1]
-    unreachable = fetch(cache, NOBODY, main, ("org/other", None))
+    unreachable = fetch(cache, NOBODY, main, "org/other")
     assert unreachable[0] == str(first)
     assert "the hub does not answer" in unreachable[1]
 
@@ -182,14 +181,14 @@ def test_revisions_files_and_refusals(hub: Hub, tmp_path: Path) -> None:
         tag, commit, none, gguf, no_file, nothing, gated, broken = fetch(
             tmp_path,
             address,
-            ("org/model", "v1"),
-            ("org/model", OLD),
-            ("org/model", "v2"),
-            ("org/model:q/model.gguf", None),
-            ("org/model:other.gguf", None),
-            ("org/nothing", None),
-            ("org/gated", None),
-            ("org/broken", None),
+            "org/model@v1",
+            f"org/model@{OLD}",
+            "org/model@v2",
+            "org/model@main:q/model.gguf",
+            "org/model:other.gguf",
+            "org/nothing",
+            "org/gated",
+            "org/broken",
         )
     assert tag == commit
     assert Path(tag).name == OLD
@@ -205,11 +204,11 @@ def test_revisions_files_and_refusals(hub: Hub, tmp_path: Path) -> None:
 
 def test_one_shard_brings_the_others(hub: Hub, tmp_path: Path) -> None:
     with serving(hub) as address:
-        [path] = fetch(tmp_path, address, ("org/model:s/model-00002-of-00003.gguf", None))
+        [path] = fetch(tmp_path, address, "org/model:s/model-00002-of-00003.gguf")
     assert Path(path).name == "model-00002-of-00003.gguf"
     beside = {file.name: file.read_bytes()[4] for file in Path(path).parent.iterdir()}
     assert beside == {f"model-0000{number}-of-00003.gguf": number for number in (1, 2, 3)}
-    [offline] = fetch(tmp_path, NOBODY, ("org/model:s/model-00002-of-00003.gguf", None), HF_HUB_OFFLINE="1")
+    [offline] = fetch(tmp_path, NOBODY, "org/model:s/model-00002-of-00003.gguf", HF_HUB_OFFLINE="1")
     assert offline == path
 
 
@@ -220,6 +219,10 @@ def test_one_shard_brings_the_others(hub: Hub, tmp_path: Path) -> None:
         ("name", True),
         ("org/name:file.gguf", True),
         ("org/name:q/file.gguf", True),
+        ("org/name@refs/pr/1", True),
+        ("org/name@v1:q/file@2.gguf", True),
+        ("org/name:file.gguf@v1", False),
+        ("org/name@", False),
         ("org/name:file.bin", False),
         ("org/name:", False),
         ("a/b/c", False),
@@ -232,9 +235,8 @@ def test_spellings_of_hub_ids(name: str, valid: bool) -> None:
 
 
 def test_a_revision_of_what_is_here_is_refused(tmp_path: Path) -> None:
-    for name in (str(tmp_path), "smollm2"):
-        with pytest.raises(ValueError, match=r"revision is 'v1' and .* is not fetched from the hub"):
-            resolve_model_path(name, "v1")
+    with pytest.raises(CheckpointError, match=r"@v1 does not exist; pass a model directory or a hub id"):
+        resolve_model_path(f"{tmp_path}@v1")
 
 
 def test_the_extras_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -148,14 +147,6 @@ class Models:
         return tuple(token for token in dict.fromkeys(ids) if token < self.target.vocab_size)
 
 
-def _path(argument: str, name: str | os.PathLike[str] | None, revision: str | None, bundled: str) -> Path:
-    if name is not None:
-        return resolve_model_path(name, revision)
-    if revision is not None:
-        raise ValueError(f"{argument} is {revision!r} and the bundled pair has but one; leave it out.")
-    return bundled_model(bundled)
-
-
 def _require_room(
     models: dict[str, tuple[ModelConfig, str | None]], dtype: str, head: EagleConfig | None = None, devices: int = 1
 ) -> None:
@@ -276,8 +267,6 @@ def load_models(
     *,
     needs_draft: bool,
     dtype: str,
-    revision: str | None = None,
-    draft_revision: str | None = None,
     draft_drop_layers: Sequence[int] | None = None,
     quantization: str | None = None,
     draft_quantization: str | None = None,
@@ -300,8 +289,6 @@ def load_models(
     """
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
-    if draft_model == model and draft_revision is None:
-        draft_revision = revision
     if needs_draft and draft_model != NGRAM and (model is None) != (draft_model is None):
         if model is None:
             raise ValueError("draft_model is set and model is not; pass both, or neither for the bundled pair.")
@@ -315,7 +302,7 @@ def load_models(
     def as_held(config: ModelConfig) -> ModelConfig:
         return held_by_one(config, devices)
 
-    path = _path("revision", model, revision, "target")
+    path = bundled_model("target") if model is None else resolve_model_path(model)
     tokenizer = Tokenizer.load(path)
     target = load_config(path)
     check_pages(target, page_size)
@@ -330,7 +317,7 @@ def load_models(
         return Models(tokenizer, target, target_params, proposes=proposes, parallel=parallel)
 
     dropped = tuple(draft_drop_layers or ())
-    draft_path = _path("draft_revision", draft_model, draft_revision, "draft")
+    draft_path = bundled_model("draft") if draft_model is None else resolve_model_path(draft_model)
     if is_eagle(draft_path):
         of_models = {
             "draft_quantization": draft_quantization,

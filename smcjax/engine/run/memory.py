@@ -136,14 +136,13 @@ def memory_needed(
 
 
 def choose_num_pages(
-    num_pages: int | None,
+    num_pages: int | float | None,
     *,
     page_bytes: int,
     largest_request: int,
     max_num_seqs: int,
     weight_bytes: int,
     gpu_memory_utilization: float,
-    kv_fraction: float = 1.0,
     devices: int = 1,
     workspace_bytes: int = 0,
     scores_bytes: int = 0,
@@ -151,15 +150,16 @@ def choose_num_pages(
 ) -> int:
     """Pages to allocate, the trash page included: `num_pages`, or room for `max_num_seqs` of the largest request.
 
-    `largest_request` is a request's worst case in pages. What is chosen here stays within `kv_fraction` of what weights
-    and workspace leave of the given share of a GPU's memory, or within 1 GiB of a host's unless one request needs more.
+    `largest_request` is a request's worst case in pages. What is chosen here stays within what weights and workspace
+    leave of the given share of a GPU's memory, of which a `num_pages` that is a float takes that share, or within 1 GiB
+    of a host's unless one request needs more.
     Bytes are those of one device of several. Pages leave `scores_bytes` of the whole GPU: scratch that is known of.
     `rows_argument` is the decoder's.
     Raises ValueError where pages do not fit the device beside them, or not even one largest request does.
     """
     held = weight_bytes + workspace_bytes
     free = memory_of_each(devices) - held
-    if num_pages is not None:
+    if num_pages is not None and not isinstance(num_pages, float):
         if num_pages * page_bytes > free:
             raise ValueError(
                 f"num_pages must be at most {max(free, 0) // page_bytes} beside the weights in this device's memory, "
@@ -170,7 +170,10 @@ def choose_num_pages(
     if gpu is None:
         available = min(free, max(CPU_KV_BYTES // devices, page_bytes * (largest_request + 1)))
     else:
-        available = int(kv_fraction * (min(int(gpu * gpu_memory_utilization), gpu - scores_bytes) - held))
+        available = int(
+            (1.0 if num_pages is None else num_pages)
+            * (min(int(gpu * gpu_memory_utilization), gpu - scores_bytes) - held)
+        )
     affordable = available // page_bytes - 1
     if affordable < largest_request:
         fewer = "max_model_len" if rows_argument is None else f"max_model_len or {rows_argument}"
