@@ -18,8 +18,8 @@ from smcjax.decoding.constraints import extend
 from smcjax.decoding.cycle_view import reserve, view_of
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.distribution import Drawn, SamplingDistribution, distribution_of, processed_logits, sample
+from smcjax.decoding.drafts.next_token import Steps, next_token, plan_steps, prepare
 from smcjax.decoding.groups import Groups, Info, PairParams
-from smcjax.decoding.next_token import Steps, next_token, plan_steps, prepare
 from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, row_keys

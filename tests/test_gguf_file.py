@@ -17,7 +17,7 @@ import pytest
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
 from smcjax.model import load_checkpoint
-from smcjax.model.checkpoint import load_config
+from smcjax.model.files.checkpoint import load_config
 from tests.gguf_files import write_gguf
 from tests.limits import at_most_more
 from tests.model.hf_oracle import make_config, random_weights

@@ -21,7 +21,7 @@ from tests.lazily import Later, lazily, program_patches
 # Rooms and modules of which lines run while programs are traced, and modules in these of which none does.
 OF_PROGRAMS = ("autoregressive", "decoding", "engine.run.jobs", "engine.run.slots", "kv", "matmul")
 OF_PROGRAMS += ("model", "noise", "numerics", "pallas", "rejection", "smc", "sparse")
-BESIDE = ("smcjax.model.checkpoint", "smcjax.model.hub", "smcjax.model.params", "smcjax.smc.history")
+BESIDE = ("smcjax.model.files.checkpoint", "smcjax.model.files.hub", "smcjax.model.params", "smcjax.smc.history")
 
 traced: list[float] = []
 
@@ -148,7 +148,7 @@ def test_no_patch_of_a_program_is_forgotten() -> None:
         ("from smcjax.sparse.nsa import NSA\npatch.setattr(NSA, 'home', None)", 1),
         ("monkeypatch.setattr('smcjax.pallas.head.sampled_head.HOPPER', None)", 1),
         ("from smcjax.smc import cycle\npatch_programs(cycle, 'steer', None)", 0),
-        ("from smcjax.model import hub\nmonkeypatch.setattr(hub, 'bundled_model', None)", 0),
+        ("from smcjax.model.files import hub\nmonkeypatch.setattr(hub, 'bundled_model', None)", 0),
         ("from smcjax.engine.engine import Engine\nmonkeypatch.setattr(Engine, 'step', None)", 0),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 import smcjax
 from smcjax import CheckpointError
-from smcjax.model.hub import bundled_model
+from smcjax.model.files.hub import bundled_model
 
 
 @pytest.mark.parametrize("name", smcjax.__all__)

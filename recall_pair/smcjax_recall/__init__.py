@@ -1,1 +1,1 @@
-"""The recall pair's models: data that `smcjax.model.hub` reads."""
+"""The recall pair's models: data that `smcjax.model.files.hub` reads."""

@@ -39,7 +39,7 @@ from smcjax.kv import KVCache, pages_for
 from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
-from smcjax.model.hub import BUNDLED, bundled_model
+from smcjax.model.files.hub import BUNDLED, bundled_model
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.view import BatchView
 from smcjax.sparse.groups import Chosen

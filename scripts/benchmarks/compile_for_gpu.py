@@ -35,8 +35,8 @@ from profile_cycle import cycle_parser
 from smcjax import rejection, smc
 from smcjax.bench.models import Models
 from smcjax.decoders import Rejection
+from smcjax.decoding.drafts.ngram import NGram
 from smcjax.decoding.groups import PairParams
-from smcjax.decoding.ngram import NGram
 from smcjax.decoding.sequences import Requests
 from smcjax.engine.run.programs import CUBLAS_PRODUCTS
 from smcjax.engine.schedule.page_budget import Footprint

@@ -45,7 +45,7 @@ from smcjax.markdown import table
 from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
-from smcjax.model.hub import BUNDLED, bundled_model
+from smcjax.model.files.hub import BUNDLED, bundled_model
 from smcjax.model.paged import create_scratch, paged_hidden_states, tree_hidden_states
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.sparse.query_groups import QueryGroups

@@ -18,9 +18,9 @@ from sparse_rows import Line
 
 from smcjax.bench.cycle import WARMUP, Bench, Case, Models, random_batch
 from smcjax.bench.synthetic import random_memory
-from smcjax.decoding.eagle import Eagle
+from smcjax.decoding.drafts.eagle import Eagle
+from smcjax.decoding.drafts.ngram import NGram
 from smcjax.decoding.groups import PairParams
-from smcjax.decoding.ngram import NGram
 from smcjax.engine.load.loading import make_decoder
 from smcjax.engine.run.jobs import stepping
 from smcjax.engine.run.programs import Programs, Wanted

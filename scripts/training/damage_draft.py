@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from smcjax.model import load_checkpoint
-from smcjax.model.export import save_checkpoint
-from smcjax.model.hub import bundled_model
+from smcjax.model.files.export import save_checkpoint
+from smcjax.model.files.hub import bundled_model
 from smcjax.numerics import key_of
 from smcjax.tokenizer.tokenizer import Tokenizer
 

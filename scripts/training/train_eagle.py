@@ -51,8 +51,8 @@ from smcjax.model.eagle import (
     fuse,
     project,
 )
-from smcjax.model.eagle_files import save_eagle
-from smcjax.model.hub import BUNDLED, bundled_model
+from smcjax.model.files.eagle_files import save_eagle
+from smcjax.model.files.hub import BUNDLED, bundled_model
 from smcjax.pallas import implementations
 from smcjax.tasks import word_problems
 from smcjax.tasks.questions import LONGEST_ANSWER, TASKS

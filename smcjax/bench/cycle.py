@@ -22,7 +22,7 @@ from smcjax.bench.models import Models
 from smcjax.bench.roofline import Phase, cycle_phases
 from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoders import Decoding
-from smcjax.decoding.draft_model import DraftModel
+from smcjax.decoding.drafts.draft_model import DraftModel
 from smcjax.decoding.groups import PairParams
 from smcjax.device import on_cpu, this_device
 from smcjax.engine.load.loading import check_pages, make_decoder, scores_bytes

@@ -19,7 +19,7 @@ from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.engine.llm import LLM
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.markdown import table
-from smcjax.model.hub import bundled_model
+from smcjax.model.files.hub import bundled_model
 from smcjax.tasks.intervals import clustered_difference_interval
 from smcjax.tasks.questions import Question
 

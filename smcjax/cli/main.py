@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from smcjax import __version__
-from smcjax.cli import bench, chat, doctor, evaluate, generate, profile, serve, tune_draft, viz
+from smcjax.cli.commands import bench, chat, doctor, evaluate, generate, profile, serve, tune_draft, viz
 from smcjax.cli.failures import PLUGIN_LOG, InputLineError, refuses, sentence, without_traceback
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import Parser

@@ -70,7 +70,7 @@ class Speculation:
 
 
 class Drafting(Protocol):
-    """A way to draft, as decoders ask about it: the part of `smcjax.decoding.proposer.Proposer` that needs no JAX."""
+    """The part of `smcjax.decoding.drafts.proposer.Proposer` that decoders ask about, which needs no JAX."""
 
     @property
     def full_support(self) -> bool: ...

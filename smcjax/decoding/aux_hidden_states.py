@@ -6,9 +6,9 @@ from typing import Any, cast
 
 from jaxtyping import Array, Float, Int
 
+from smcjax.decoding.drafts.proposer import FeatureProposer
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import Program
-from smcjax.decoding.proposer import FeatureProposer
 from smcjax.model.decoder import AuxHiddenStates
 
 

@@ -9,9 +9,9 @@ from typing import Any, Concatenate, Literal
 
 from smcjax.decoders import Decoding, Speculation
 from smcjax.decoders.parts import Potential
-from smcjax.decoding.draft_model import DraftModel
+from smcjax.decoding.drafts.draft_model import DraftModel
+from smcjax.decoding.drafts.proposer import Proposer
 from smcjax.decoding.groups import Memory, PairParams
-from smcjax.decoding.proposer import Proposer
 from smcjax.kv import PagePool, pages_for
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import create_cache, reads_by_kernels

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 from smcjax.decoding.aux_hidden_states import aux_hidden_states_of, fused, write_features
 from smcjax.decoding.cycle_view import pages_at, reserve, view_of, written_once
 from smcjax.decoding.distribution import SamplingDistribution
+from smcjax.decoding.drafts.proposer import Drafts, TreeProposer
+from smcjax.decoding.drafts.tree_drafts import Path, TreeDrafts
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program
-from smcjax.decoding.proposer import Drafts, TreeProposer
-from smcjax.decoding.tree_drafts import Path, TreeDrafts
 from smcjax.kv import TRASH, Copies
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import (

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from smcjax.auto import Auto, Choice, Routed, gives_draft, left_to_exact
 from smcjax.checks import require
 from smcjax.decoders import Decoding
+from smcjax.decoding.drafts.ngram import NGRAM, NGram
+from smcjax.decoding.drafts.proposer import Proposer
 from smcjax.decoding.groups import PairParams
-from smcjax.decoding.ngram import NGRAM, NGram
-from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
 from smcjax.engine.arguments import OF_ENGINE, OF_LOADING, OF_MODELS, RULES, check_devices, compiles_at_start
 from smcjax.engine.engine import Engine

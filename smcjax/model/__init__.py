@@ -1,11 +1,11 @@
 """Decoders of the Llama family: configuration, weights, forward pass, checkpoints."""
 
-from smcjax.model.checkpoint import load_checkpoint
 from smcjax.model.config import LayerSpec, ModelConfig, Rope, RopeScaling
 from smcjax.model.decoder import forward, logits, unembed
 from smcjax.model.dropping import drop_layers
-from smcjax.model.export import save_checkpoint
-from smcjax.model.hf_config import config_from_hf
+from smcjax.model.files.checkpoint import load_checkpoint
+from smcjax.model.files.export import save_checkpoint
+from smcjax.model.files.hf_config import config_from_hf
 from smcjax.model.params import LayerParams, Params, init_params
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Eight bits a number (`smcjax.matmul.Quantized`) for every matrix that a forward streams.
 
 Norms, biases, weights that a kind of attention has of its own and an embedding that is only looked up stay as they are.
-Such matrices may also come from files in eight bits, and go into them (`smcjax.model.hf_quantization`).
+Such matrices may also come from files in eight bits, and go into them (`smcjax.model.files.hf_quantization`).
 """
 
 from __future__ import annotations

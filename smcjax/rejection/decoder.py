@@ -30,10 +30,10 @@ from smcjax.decoding.constraints import extend
 from smcjax.decoding.cycle_view import agree_on_pages
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of, processed_logits, sample
+from smcjax.decoding.drafts.proposer import Drafts
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
-from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sampling import Purpose, Softmax, draw, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import cut_block

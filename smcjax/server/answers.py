@@ -14,11 +14,11 @@ from fastapi import Response
 from smcjax.engine.async_llm import ChunkStream
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.server.errors import APIError, dumps, refusal, unavailable
-from smcjax.server.events import Record
 from smcjax.server.models import VirtualModel
-from smcjax.server.population import Cycles, end_of, population_of
-from smcjax.server.schemas import Ask, StreamOptions
-from smcjax.server.shapes import Emitted, Shapes
+from smcjax.server.replies.events import Record
+from smcjax.server.replies.population import Cycles, end_of, population_of
+from smcjax.server.replies.shapes import Emitted, Shapes
+from smcjax.server.requests.schemas import Ask, StreamOptions
 from smcjax.server.state import Served
 
 

@@ -17,8 +17,8 @@ from smcjax.server.access import ID, Hosts, Keys, RequestIds
 from smcjax.server.errors import add_handlers, json_response, unavailable
 from smcjax.server.models import VirtualModel
 from smcjax.server.openapi import EVENTS, PLAIN, add_document
+from smcjax.server.replies.sse import EventStream
 from smcjax.server.routes import answering
-from smcjax.server.sse import EventStream
 from smcjax.server.state import Served
 
 PAGE = Path(__file__).with_name("page")

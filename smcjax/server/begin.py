@@ -10,9 +10,9 @@ from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.server.answers import Answers
 from smcjax.server.errors import APIError, is_overlong, refusal, unavailable
 from smcjax.server.models import VirtualModel
-from smcjax.server.sampling import by_own_field, sampling_params, seeds_of
-from smcjax.server.schemas import MAX_CHOICES, Ask, ChatAsk, CompletionAsk
-from smcjax.server.shapes import Shapes
+from smcjax.server.replies.shapes import Shapes
+from smcjax.server.requests.sampling import by_own_field, sampling_params, seeds_of
+from smcjax.server.requests.schemas import MAX_CHOICES, Ask, ChatAsk, CompletionAsk
 from smcjax.server.state import Served
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies are read by the server itself (`smcjax.server.body`), so FastAPI does not know them."""
+"""The OpenAPI document: the server reads bodies (`smcjax.server.requests.body`), so FastAPI does not know them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from smcjax.server.schemas import Ask, ChatAsk, CompletionAsk
+from smcjax.server.requests.schemas import Ask, ChatAsk, CompletionAsk
 
 _SCHEMAS = "#/components/schemas/"
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}

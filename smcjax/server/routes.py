@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from smcjax.server.begin import begin
-from smcjax.server.body import parse, read_body
 from smcjax.server.openapi import JSON_OR_EVENTS, body_of
-from smcjax.server.shapes import ChatShapes, CompletionShapes, Shapes
-from smcjax.server.sse import EventStream, whole, with_end
+from smcjax.server.replies.shapes import ChatShapes, CompletionShapes, Shapes
+from smcjax.server.replies.sse import EventStream, whole, with_end
+from smcjax.server.requests.body import parse, read_body
 from smcjax.server.state import Served
 
 

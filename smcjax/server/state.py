@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from smcjax.server.events import Records
-from smcjax.server.forms import Forms
 from smcjax.server.metrics import Metrics
 from smcjax.server.models import Models, VirtualModel
-from smcjax.server.tokens import TokenTexts
+from smcjax.server.replies.events import Records
+from smcjax.server.replies.tokens import TokenTexts
+from smcjax.server.requests.forms import Forms
 
 LARGE_BODY = 1 << 16  # bytes; what grows with larger ones is done for one of them at a time
 MAX_BODY_BYTES = 64 << 20  # bytes of all bodies whose requests are under way

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smcjax import noise
 from smcjax.decoding.constraints import RowConstraint, masked
-from smcjax.decoding.proposer import Drafts
+from smcjax.decoding.drafts.proposer import Drafts
 from smcjax.decoding.sampling import draw
 from smcjax.decoding.scores import Scores
 from smcjax.smc import control

@@ -27,9 +27,9 @@ from smcjax.decoders.parts import Ending, Potential
 from smcjax.decoding.constraints import RowConstraint, extend, row_constraint
 from smcjax.decoding.cycle_view import keep_pages
 from smcjax.decoding.distribution import SamplingDistribution
+from smcjax.decoding.drafts.proposer import Drafts
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
-from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sampling import Purpose, forbid_stops, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Block, Sequences, cut_block

@@ -29,9 +29,9 @@ from jaxtyping import Array, Bool, Float
 from smcjax.decoding.constraints import row_constraint
 from smcjax.decoding.cycle_view import reserve
 from smcjax.decoding.disaggregation import Part, run_disaggregated
+from smcjax.decoding.drafts.proposer import Drafts
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
-from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.scores import Scores, scores
 from smcjax.decoding.sequences import put_behind
 from smcjax.decoding.speculation import score

@@ -8,8 +8,8 @@ from typing import Any
 from smcjax.model.attention import FULL, AttentionKind
 from smcjax.model.config import ModelConfig
 from smcjax.model.families.family import Family
+from smcjax.model.families.hf_keys import HFKeys, read_layer_types, windowed, written_windows
 from smcjax.model.families.llama import plain_keys, plain_layer
-from smcjax.model.hf_keys import HFKeys, read_layer_types, windowed, written_windows
 from smcjax.sparse.nsa import NSA
 
 _KEY = "native_sparse_attention"  # an object of the fields of `smcjax.sparse.nsa.NSA`; an absent one has its default

@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from smcjax.decoding.ngram import NGRAM
-from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, stored_quantization
+from smcjax.decoding.drafts.ngram import NGRAM
 from smcjax.model.config import ModelConfig
 from smcjax.model.dropping import drop_layers, dropped_config
-from smcjax.model.eagle_files import is_eagle
-from smcjax.model.export import save_checkpoint, written_config
-from smcjax.model.hub import TOKENIZER_FILES, bundled_model
+from smcjax.model.files.checkpoint import load_checkpoint, load_config, resolve_model_path, stored_quantization
+from smcjax.model.files.eagle_files import is_eagle
+from smcjax.model.files.export import save_checkpoint, written_config
+from smcjax.model.files.hub import TOKENIZER_FILES, bundled_model
 from smcjax.model.params import Params
 from smcjax.model.vocabulary import common_vocabulary
 from smcjax.tokenizer.tokenizer import Tokenizer

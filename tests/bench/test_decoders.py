@@ -9,7 +9,7 @@ import pytest
 
 from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.decoders import DRAFT, TARGET, contenders, markdown
-from smcjax.cli.bench_engine import USUAL
+from smcjax.cli.commands.bench_engine import USUAL
 from smcjax.cli.main import main
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from smcjax import LLM, SMC
 from smcjax.bench import shapes
-from smcjax.cli import bench_options, generate, main, options
+from smcjax.cli import bench_options, main, options
+from smcjax.cli.commands import generate
 from smcjax.engine.requests.sampling_params import MAX_SEED
-from smcjax.model.checkpoint import weights_dtype
+from smcjax.model.files.checkpoint import weights_dtype
 from smcjax.quantization import QUANTIZATIONS, check_quantization
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result

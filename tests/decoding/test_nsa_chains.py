@@ -16,8 +16,8 @@ from jaxtyping import Array, Int
 from smcjax import rejection
 from smcjax.decoders import Rejection, Speculation
 from smcjax.decoding.distribution import SamplingDistribution
+from smcjax.decoding.drafts.proposer import Drafts
 from smcjax.decoding.groups import Groups, PairParams
-from smcjax.decoding.proposer import Drafts
 from smcjax.kv import Copies, LayerCache
 from smcjax.model import LayerSpec, ModelConfig
 from smcjax.model.attention import Projection

@@ -14,7 +14,8 @@ import pytest
 from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.engine.run.programs import Programs
 from smcjax.engine.run.runner import Runner
-from smcjax.model import checkpoint, load_checkpoint, save_checkpoint
+from smcjax.model import load_checkpoint, save_checkpoint
+from smcjax.model.files import checkpoint
 from tests.checkpoints import Pair, write_tokenizer
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
-from smcjax.decoding.fused_step import fused_step_shape
+from smcjax.decoding.drafts.fused_step import fused_step_shape
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import smcjax.matmul
-from smcjax.decoding import fused_step
+from smcjax.decoding.drafts import fused_step
 from smcjax.matmul import Quantized, matrix
 from smcjax.model import ModelConfig, init_params, logits
 from smcjax.model.attention import SlidingWindow
-from smcjax.model.checkpoint import load_checkpoint
 from smcjax.model.config import LayerSpec
+from smcjax.model.files.checkpoint import load_checkpoint
 from smcjax.model.parallel import (
     AXIS,
     Layout,

@@ -15,10 +15,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from smcjax.errors import CheckpointError
-from smcjax.model.checkpoint import load_config
 from smcjax.model.decoder import AuxHiddenStates, forward, hidden_states
 from smcjax.model.eagle import EagleConfig, EagleParams, eagle_forward, eagle_logits, fuse
-from smcjax.model.eagle_files import eagle_config, is_eagle, load_eagle
+from smcjax.model.files.checkpoint import load_config
+from smcjax.model.files.eagle_files import eagle_config, is_eagle, load_eagle
 from smcjax.pallas import rms_norm
 from tests.helpers import noisy_params, tiny_config
 

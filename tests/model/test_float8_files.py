@@ -19,8 +19,8 @@ from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.errors import CheckpointError
 from smcjax.matmul import is_packed, matrix
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
-from smcjax.model.checkpoint import stored_quantization
-from smcjax.model.hf_config import config_from_hf
+from smcjax.model.files.checkpoint import stored_quantization
+from smcjax.model.files.hf_config import config_from_hf
 from smcjax.model.quantize import quantize_matrix, quantize_params
 from smcjax.quantization import FLOAT8 as FLOAT8_KIND
 

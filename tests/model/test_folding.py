@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax.decoding.next_token import norms_of
+from smcjax.decoding.drafts.next_token import norms_of
 from smcjax.model import decoder
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import logits
-from smcjax.model.export import save_checkpoint
+from smcjax.model.files.export import save_checkpoint
 from smcjax.model.folding import fold_for_kernels, fold_norms
 from smcjax.model.params import FOLDED, Params, init_params
 from smcjax.model.quantize import quantize_params

@@ -15,7 +15,7 @@ from hf_oracle import oracle_logits, random_weights, write_directory
 
 from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.model import ModelConfig, Params, load_checkpoint, logits, save_checkpoint
-from smcjax.model.hub import PACKAGED, packaged_model
+from smcjax.model.files.hub import PACKAGED, packaged_model
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "gemma"

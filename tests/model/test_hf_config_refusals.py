@@ -9,9 +9,9 @@ from hf_oracle import FAMILY, make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smcjax.model.export import written_config
-from smcjax.model.hf_config import config_from_hf
-from tests.model.test_hf_config import LLAMA3, check_sentence
+from smcjax.model.files.export import written_config
+from smcjax.model.files.hf_config import config_from_hf
+from tests.model.files.test_hf_config import LLAMA3, check_sentence
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 REFUSED: list[tuple[str, dict[str, Any], str, Any]] = [

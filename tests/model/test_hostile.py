@@ -22,8 +22,8 @@ from safetensors.numpy import load_file, save_file
 from smcjax.engine.load.loading import Models, load_models
 from smcjax.errors import CheckpointError
 from smcjax.model import load_checkpoint, save_checkpoint
-from smcjax.model.checkpoint import load_config, open_tensors, read_stack
-from smcjax.model.tensor_files import Source
+from smcjax.model.files.checkpoint import load_config, open_tensors, read_stack
+from smcjax.model.files.tensor_files import Source
 from tests.checkpoints import write_model, write_shards
 from tests.limits import at_most_more, within
 

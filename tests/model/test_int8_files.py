@@ -20,11 +20,12 @@ from safetensors.numpy import load_file, save_file
 from smcjax.engine.load.loading import load_models, prepared
 from smcjax.errors import CheckpointError
 from smcjax.matmul import Quantized, is_packed, matrix
-from smcjax.model import ModelConfig, Params, checkpoint, init_params, load_checkpoint, logits, save_checkpoint
-from smcjax.model.checkpoint import stored_quantization
+from smcjax.model import ModelConfig, Params, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.model.config import LayerSpec
-from smcjax.model.hf_config import config_from_hf
-from smcjax.model.hub import bundled_model
+from smcjax.model.files import checkpoint
+from smcjax.model.files.checkpoint import stored_quantization
+from smcjax.model.files.hf_config import config_from_hf
+from smcjax.model.files.hub import bundled_model
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
 from smcjax.quantization import restore

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from smcjax.model import ModelConfig, Params, drop_layers, load_checkpoint, logits
-from smcjax.model.hub import packaged_model
+from smcjax.model.files.hub import packaged_model
 from tests.gguf_files import DATA
 
 GOLDEN = np.load(DATA / "goldens.npz")

@@ -13,7 +13,7 @@ import transformers
 from hf_oracle import make_config
 
 from smcjax.model import ModelConfig, init_params, logits
-from smcjax.model.hf_config import config_from_hf
+from smcjax.model.files.hf_config import config_from_hf
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
 from smcjax.tokenizer.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 
 from smcjax import autoregressive, rejection, smc
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoding.ngram import NGram
+from smcjax.decoding.drafts.ngram import NGram
 from smcjax.decoding.sequences import Requests
 from smcjax.model.folding import folded_shapes
 from smcjax.model.params import param_shapes

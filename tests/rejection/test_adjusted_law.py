@@ -20,9 +20,9 @@ from smcjax.autoregressive import Autoregressive
 from smcjax.decoding import speculation
 from smcjax.decoding.adjustments import Adjustments
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of
-from smcjax.decoding.ngram import NGram
+from smcjax.decoding.drafts.ngram import NGram
+from smcjax.decoding.drafts.proposer import Proposer
 from smcjax.decoding.program import Feature
-from smcjax.decoding.proposer import Proposer
 from smcjax.model import ModelConfig
 from smcjax.rejection import Rejection
 from tests import exact

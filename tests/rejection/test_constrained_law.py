@@ -21,8 +21,8 @@ from smcjax import autoregressive, rejection
 from smcjax.autoregressive import Autoregressive
 from smcjax.decoding import speculation
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of
-from smcjax.decoding.ngram import NGram
-from smcjax.decoding.proposer import Proposer
+from smcjax.decoding.drafts.ngram import NGram
+from smcjax.decoding.drafts.proposer import Proposer
 from smcjax.engine.run.constraints import make_tables
 from smcjax.model import ModelConfig
 from smcjax.rejection import Rejection

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from smcjax import rejection
-from smcjax.decoding import draft_model, tree_drafts
-from smcjax.decoding.proposer import Drafts, Proposer
+from smcjax.decoding.drafts import draft_model, tree_drafts
+from smcjax.decoding.drafts.proposer import Drafts, Proposer
 from smcjax.decoding.sampling import Purpose, Softmax
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model import ModelConfig, load_checkpoint

@@ -22,13 +22,14 @@ import pytest
 
 from smcjax import rejection, smc
 from smcjax.decoders import Rejection
-from smcjax.decoding import distribution, eagle, tree_drafts
+from smcjax.decoding import distribution
+from smcjax.decoding.drafts import eagle, tree_drafts
 from smcjax.engine.run.constraints import make_tables
 from smcjax.structured.automaton import Automaton
 from smcjax.structured.automaton_child import token_automaton
 from smcjax.structured.grammar import expression_automaton
 from tests import exact
-from tests.decoding.test_eagle import AFTER, CHUNK, MAX_MODEL_LEN, PRUNED, TARGET, V, head_of, init
+from tests.decoding.drafts.test_eagle import AFTER, CHUNK, MAX_MODEL_LEN, PRUNED, TARGET, V, head_of, init
 from tests.helpers import Ask, batch
 from tests.rejection.test_adjusted_law import STRONG, Wish
 

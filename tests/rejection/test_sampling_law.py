@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax.decoding.ngram import NGram
-from smcjax.decoding.proposer import Proposer
+from smcjax.decoding.drafts.ngram import NGram
+from smcjax.decoding.drafts.proposer import Proposer
 from smcjax.model import ModelConfig
 from smcjax.rejection import Rejection
 from tests import exact

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import pytest
 
-from smcjax.server.body import MAX_COMMAS
+from smcjax.server.requests.body import MAX_COMMAS
 
 pytestmark = pytest.mark.slow
 HEALTH_SECONDS = 1.0  # beyond what this machine keeps a process waiting that has nothing else to do

@@ -11,8 +11,8 @@ import pytest
 
 from smcjax import SamplingParams
 from smcjax.engine.results.outputs import StreamChunk, TokenLogprob
-from smcjax.server.shapes import ChatShapes, Emitted
-from smcjax.server.tokens import TokenTexts
+from smcjax.server.replies.shapes import ChatShapes, Emitted
+from smcjax.server.replies.tokens import TokenTexts
 from tests.server.conftest import EXACT_NAME, Running
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]

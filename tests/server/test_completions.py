@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from smcjax import SamplingParams
-from smcjax.server.sampling import seed_of
+from smcjax.server.requests.sampling import seed_of
 from tests.server.conftest import EXACT_NAME, MAX_MODEL_LEN, SMC_NAME, Running, events_of
 
 

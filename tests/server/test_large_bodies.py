@@ -13,9 +13,9 @@ import pytest
 
 from smcjax.engine.requests.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from smcjax.server import begin, routes, state
-from smcjax.server.body import MAX_COMMAS, MAX_PARTS, parse
 from smcjax.server.errors import APIError
 from smcjax.server.models import Models
+from smcjax.server.requests.body import MAX_COMMAS, MAX_PARTS, parse
 from smcjax.tokenizer.tokenizer import PIECE, Tokenizer
 from tests.server.conftest import MAX_MODEL_LEN, Running, running
 from tests.server.test_errors import JSON, told

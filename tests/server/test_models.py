@@ -12,7 +12,7 @@ import pytest
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.load.loading import bundled_model
 from smcjax.server.models import Models, VirtualModel, base_name, label_of, load, with_exact
-from smcjax.server.tokens import TokenTexts
+from smcjax.server.replies.tokens import TokenTexts
 from smcjax.sparse.verification import SparseVerification
 from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import Pair

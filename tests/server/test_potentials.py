@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from smcjax import SamplingParams, TextPotential, smc
-from smcjax.cli.serve import potentials_of
+from smcjax.cli.commands.serve import potentials_of
 from smcjax.server.models import Models
 from tests.server.conftest import EXACT_NAME, Running, events_of, running
 

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
+from smcjax.cli.commands.serve import KEY_VARIABLE, keys_of
 from smcjax.cli.main import main, make_parser
-from smcjax.cli.serve import KEY_VARIABLE, keys_of
 from smcjax.server import process as process_module
 from smcjax.server.process import LAST_STEPS, keep_what_is_loaded
 from smcjax.server.state import Settings

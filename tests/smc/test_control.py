@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from smcjax import smc
-from smcjax.decoding.ngram import NGram
+from smcjax.decoding.drafts.ngram import NGram
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.kv import pages_for
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair, with_nan_behind

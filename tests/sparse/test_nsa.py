@@ -20,7 +20,7 @@ from smcjax.kv import TRASH, Copies, KVCache, LayerCache
 from smcjax.model import LayerSpec, ModelConfig, Rope, config_from_hf, load_checkpoint, save_checkpoint
 from smcjax.model.attention import FULL, AttentionKind, Full, Projection, SlidingWindow
 from smcjax.model.decoder import linear, rope_angles
-from smcjax.model.export import written_config
+from smcjax.model.files.export import written_config
 from smcjax.model.view import BatchView
 from smcjax.pallas import copy_pages
 from smcjax.sparse.nsa import NSA

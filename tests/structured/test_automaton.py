@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smcjax.model.hub import packaged_model
+from smcjax.model.files.hub import packaged_model
 from smcjax.structured import automaton, automaton_child
 from smcjax.structured.automaton import Automata, Automaton, Undecided, compile_expression
 from smcjax.structured.automaton_child import byte_automaton, token_automaton

@@ -14,7 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from smcjax.model.hub import packaged_model
+from smcjax.model.files.hub import packaged_model
 from smcjax.tokenizer.tokenizer import Tokenizer
 from tests import tokenizers_like
 from tests.structured.answers import Compiler, Judge, accepts, drawn

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from smcjax.model import load_checkpoint
-from smcjax.model.hub import bundled_model
+from smcjax.model.files.hub import bundled_model
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 

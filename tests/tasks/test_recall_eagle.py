@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from smcjax.model import load_checkpoint
-from smcjax.model.eagle_files import is_eagle, load_eagle
-from smcjax.model.hub import BUNDLED, bundled_model
+from smcjax.model.files.eagle_files import is_eagle, load_eagle
+from smcjax.model.files.hub import BUNDLED, bundled_model
 from smcjax.tasks import recall
 
 pytest.importorskip("flax")

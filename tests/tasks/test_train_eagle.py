@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from smcjax.model.eagle import EagleConfig, EagleParams, eagle_forward, eagle_logits, fuse
-from smcjax.model.eagle_files import load_eagle, save_eagle
+from smcjax.model.files.eagle_files import load_eagle, save_eagle
 from smcjax.model.params import init_params
 from smcjax.tasks import recall
 from tests.helpers import tiny_config

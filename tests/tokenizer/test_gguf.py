@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Inner
 
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
-from smcjax.model.hub import packaged_model
+from smcjax.model.files.hub import packaged_model
 from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.gguf_files import DATA, Writing, write_vocabulary
 

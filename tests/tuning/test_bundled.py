@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from smcjax.model import load_checkpoint
-from smcjax.model.checkpoint import resolve_model_path
+from smcjax.model.files.checkpoint import resolve_model_path
 from smcjax.tasks.word_problems import generate, prompt
 from smcjax.tokenizer.tokenizer import Tokenizer
 from smcjax.tuning.answers import Answers, Batches

@@ -12,25 +12,25 @@ import jax.numpy as jnp
 from smcjax.autoregressive import AutoregressiveDecoder
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.decoding.decoder import Decoder
-from smcjax.decoding.eagle import Eagle
-from smcjax.decoding.ngram import NGRAM, NGram
-from smcjax.decoding.proposer import Proposer
+from smcjax.decoding.drafts.eagle import Eagle
+from smcjax.decoding.drafts.ngram import NGRAM, NGram
+from smcjax.decoding.drafts.proposer import Proposer
 from smcjax.device import on_cpu
 from smcjax.engine.run.memory import require_room_for_weights, weight_bytes
 from smcjax.engine.run.settings import own_settings
 from smcjax.engine.run.sharded_programs import DisaggregatedPrograms, ShardedPrograms
-from smcjax.model.checkpoint import (
+from smcjax.model.config import ModelConfig
+from smcjax.model.dropping import drop_layers, dropped_config
+from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
+from smcjax.model.files.checkpoint import (
     load_checkpoint,
     load_config,
     resolve_model_path,
     weights_dtype,
 )
-from smcjax.model.config import ModelConfig
-from smcjax.model.dropping import drop_layers, dropped_config
-from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
-from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
+from smcjax.model.files.eagle_files import is_eagle, load_eagle, load_eagle_config
+from smcjax.model.files.hub import bundled_model
 from smcjax.model.folding import fold_for_kernels, widen_params
-from smcjax.model.hub import bundled_model
 from smcjax.model.parallel import AXIS, TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from smcjax.decoding import fused_step
+from smcjax.decoding.drafts import fused_step
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.engine.run.programs import Job
 from smcjax.model.config import ModelConfig

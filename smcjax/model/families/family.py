@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from smcjax.model.config import LayerSpec, ModelConfig
-from smcjax.model.gguf_keys import GGUFKeys
-from smcjax.model.hf_keys import HFKeys
+from smcjax.model.families.gguf_keys import GGUFKeys
+from smcjax.model.families.hf_keys import HFKeys
 
 # Names of tensors, without ".weight" or ".bias", by part of `Params`; "{}" is a layer's index.
 HUGGING_FACE = {

@@ -9,8 +9,8 @@ from typing import Any
 from smcjax.model.attention import Full
 from smcjax.model.config import LayerSpec, ModelConfig, Rope
 from smcjax.model.families.family import HUGGING_FACE, Family
-from smcjax.model.gguf_keys import GGUFKeys
-from smcjax.model.hf_keys import HFKeys, local_layers, read_rope, windowed, written_rope, written_windows
+from smcjax.model.families.gguf_keys import GGUFKeys
+from smcjax.model.families.hf_keys import HFKeys, local_layers, read_rope, windowed, written_rope, written_windows
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _DEFAULT_WINDOW, _PATTERN = 4096, 6

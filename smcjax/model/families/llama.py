@@ -8,8 +8,8 @@ from typing import Any
 from smcjax.model.attention import FULL
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.families.family import Family
-from smcjax.model.gguf_keys import GGUFKeys
-from smcjax.model.hf_keys import HFKeys, local_layers, read_rope, written_rope
+from smcjax.model.families.gguf_keys import GGUFKeys
+from smcjax.model.families.hf_keys import HFKeys, local_layers, read_rope, written_rope
 
 
 def plain_layer(keys: HFKeys, config: ModelConfig, **variant: Any) -> LayerSpec:

@@ -7,8 +7,8 @@ from typing import Any
 
 from smcjax.model.attention import FULL, AttentionKind
 from smcjax.model.config import ModelConfig
+from smcjax.model.families.hf_keys import HFKeys, local_layers, windowed, written_windows
 from smcjax.model.families.llama import LLAMA, plain_keys, plain_layer
-from smcjax.model.hf_keys import HFKeys, local_layers, windowed, written_windows
 
 _DEFAULT_WINDOW = 4096
 

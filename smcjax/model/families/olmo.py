@@ -7,9 +7,9 @@ from typing import Any
 
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.families.family import HUGGING_FACE, Family
+from smcjax.model.families.gguf_keys import GGUFKeys
+from smcjax.model.families.hf_keys import HFKeys, local_layers
 from smcjax.model.families.llama import plain_keys, plain_layer
-from smcjax.model.gguf_keys import GGUFKeys
-from smcjax.model.hf_keys import HFKeys, local_layers
 
 
 def _completed(config: ModelConfig, layer: LayerSpec) -> ModelConfig:

@@ -8,9 +8,9 @@ from typing import Any
 
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.families.family import Family
+from smcjax.model.families.gguf_keys import GGUFKeys
+from smcjax.model.families.hf_keys import HFKeys, local_layers, windowed, written_windows
 from smcjax.model.families.llama import plain_keys, plain_layer
-from smcjax.model.gguf_keys import GGUFKeys
-from smcjax.model.hf_keys import HFKeys, local_layers, windowed, written_windows
 
 _MAX_WINDOW_LAYERS, _DEFAULT_WINDOW = 28, 4096
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax.decoding.distribution import DeferredLogits
-from smcjax.decoding.fused_step import make_shape, norms_of, prefetches, scales_of, tasks_of, weights_of
+from smcjax.decoding.drafts.fused_step import make_shape, norms_of, prefetches, scales_of, tasks_of, weights_of
 from smcjax.decoding.sampling import log_softmax_at
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoding import fused_step
+from smcjax.decoding.drafts import fused_step
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params

@@ -144,9 +144,9 @@ def test_tiles_of_the_rows_that_decoding_has() -> None:
 
 @pytest.mark.parametrize("rows", [9, 72])
 @pytest.mark.parametrize("name", SIZES)
-def test_multiprocessors_are_at_work(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiprocessors_are_at_work(name: str, rows: int, patch_programs: Any) -> None:
     """By rule each has a block, of all matrices that have rows and columns for as many."""
-    monkeypatch.setattr(launch, "target_capability", lambda: 100)
+    patch_programs(launch, "target_capability", lambda: 100)
     outputs, columns = SIZES[name]
     for dtype in ("int8", "float8_e4m3fn", "bfloat16"):
         tuning = tuning_for(rows, outputs, columns, dtype, "float8_e4m3fn" if "float8" in dtype else "bfloat16")

@@ -1,0 +1,1 @@
+"""The commands, a file each but for the benchmarks."""

@@ -1,0 +1,1 @@
+"""Ways to draft: by a model, a head, a tree, or text that was there before."""

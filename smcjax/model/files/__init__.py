@@ -1,0 +1,1 @@
+"""Files of models: read, checked, fetched and written."""

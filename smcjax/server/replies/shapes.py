@@ -1,0 +1,170 @@
+"""How replies look: choices are text for /v1/completions and messages for /v1/chat/completions."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from smcjax.engine.results.outputs import RequestOutput, StreamChunk
+from smcjax.server.replies.logprobs import Scored, as_lists, as_objects, by_id, length_of, scored, scored_prompt
+from smcjax.server.replies.tokens import TokenTexts
+from smcjax.server.requests.schemas import ChatAsk, CompletionAsk
+
+
+@dataclasses.dataclass
+class Emitted:
+    """One choice of a reply, and how much of it a stream has emitted.
+
+    Attributes:
+        index: its place in the reply.
+        texts: looks tokens up.
+        prompt_token_ids: of its prompt.
+        ends: tokens that end an answer, and are no content of it.
+        echo: the prompt's text where the request wants it in front of the answer's, else None.
+        prompt_logprobs: whether the request asks for these by that name.
+        first: whether nothing has been emitted yet.
+        length: characters emitted, the prompt's included.
+        tokens_end: where the text of the next token begins, by the texts of the tokens before it.
+    """
+
+    index: int
+    texts: TokenTexts
+    prompt_token_ids: list[int]
+    ends: frozenset[int] = frozenset()
+    echo: str | None = None
+    prompt_logprobs: bool = False
+    first: bool = True
+    length: int = 0
+    tokens_end: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens_end = len(self.echo or "")
+
+    def prompt_field(self, prompt: Sequence[Scored] | None) -> dict[str, Any]:
+        """{"prompt_logprobs": …} of a choice whose request asks for these by that name, else {}."""
+        return {"prompt_logprobs": by_id(prompt, self.texts)} if self.prompt_logprobs and prompt is not None else {}
+
+
+class Shapes(abc.ABC):
+    """The choices of one route's replies.
+
+    Attributes:
+        path: the route's.
+        ask: its requests.
+        prefix: of its replies' ids.
+        reply_object, chunk_object: what whole replies and chunks call themselves.
+    """
+
+    path: ClassVar[str]
+    ask: ClassVar[type[CompletionAsk | ChatAsk]]
+    prefix: ClassVar[str]
+    reply_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    @abc.abstractmethod
+    def choice(self, emitted: Emitted, output: RequestOutput) -> dict[str, Any]:
+        """The entry of `choices` that is a whole answer."""
+
+    @abc.abstractmethod
+    def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """The entries of `choices` that a chunk becomes, one a streamed reply; at least one. Moves `emitted` on."""
+
+
+class CompletionShapes(Shapes):
+    """Text, with log-probabilities in lists beside each other; with `echo` behind that of the prompt."""
+
+    path = "/v1/completions"
+    ask = CompletionAsk
+    prefix = "cmpl"
+    reply_object = chunk_object = "text_completion"
+
+    def choice(self, emitted: Emitted, output: RequestOutput) -> dict[str, Any]:
+        """A whole answer."""
+        answer, echo = output.outputs[0], emitted.echo or ""
+        text = echo + answer.text
+        begin, tokens = len(echo), scored(answer)
+        prompt = scored_prompt(output, output.prompt_token_ids)
+        if tokens is not None and emitted.echo is not None and prompt is not None:
+            tokens, begin = [*prompt, *tokens], len(echo) - sum(length_of(one.token, emitted.texts) for one in prompt)
+        return {
+            "index": emitted.index,
+            "text": text,
+            "logprobs": None if tokens is None else as_lists(tokens, emitted.texts, max(begin, 0), len(text)),
+            "finish_reason": answer.finish_reason,
+            **emitted.prompt_field(prompt),
+        }
+
+    def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """One piece of text with the log-probabilities of its tokens, the last one with why it is the last."""
+        echo = (emitted.echo or "") if emitted.first else ""
+        text, tokens, begin = echo + chunk.text, scored(chunk), emitted.tokens_end
+        prompt = scored_prompt(chunk, emitted.prompt_token_ids)
+        if tokens is not None and emitted.echo is not None and prompt is not None:
+            tokens = [*prompt, *tokens]
+            begin = max(begin - sum(length_of(one.token, emitted.texts) for one in prompt), 0)
+        ends = chunk.output is not None
+        length = emitted.length + len(text)
+        piece = {
+            "index": emitted.index,
+            "text": text,
+            "logprobs": as_lists(tokens, emitted.texts, begin, length if ends else None) if tokens else None,
+            "finish_reason": chunk.output.outputs[0].finish_reason if chunk.output is not None else None,
+            **emitted.prompt_field(prompt),
+        }
+        emitted.length = length
+        if tokens is not None:  # only log-probabilities need to know where a token's text begins
+            emitted.tokens_end += sum(length_of(token, emitted.texts) for token in chunk.token_ids)
+        return [piece]
+
+
+class ChatShapes(Shapes):
+    """A message, with an object a token for log-probabilities; in streams the role, then text, then why it ends.
+
+    OpenAI's specification has "message content tokens" there, so the token that ends the turn is none of them.
+    """
+
+    path = "/v1/chat/completions"
+    ask = ChatAsk
+    prefix = "chatcmpl"
+    reply_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, emitted: Emitted, output: RequestOutput) -> dict[str, Any]:
+        """A whole answer."""
+        answer = output.outputs[0]
+        tokens, prompt = _content(scored(answer), emitted), scored_prompt(output, output.prompt_token_ids)
+        return {
+            "index": emitted.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": None if tokens is None else as_objects(tokens, emitted.texts),
+            "finish_reason": answer.finish_reason,
+            **emitted.prompt_field(prompt),
+        }
+
+    def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """The role with the choice's first chunk; text with its tokens' log-probabilities; the end in its own piece.
+
+        The prompt's log-probabilities are in the first piece of the chunk that brings them.
+        """
+        pieces, tokens, prompt = [], _content(scored(chunk), emitted), scored_prompt(chunk, emitted.prompt_token_ids)
+        if emitted.first:
+            pieces.append(_piece(emitted.index, {"role": "assistant", "content": ""}))
+        if chunk.text or tokens:
+            logprobs = as_objects(tokens, emitted.texts) if tokens else None
+            pieces.append(_piece(emitted.index, {"content": chunk.text}, logprobs=logprobs))
+        if chunk.output is not None:
+            pieces.append(_piece(emitted.index, {}, finish=chunk.output.outputs[0].finish_reason))
+        pieces = pieces or [_piece(emitted.index, {})]
+        pieces[0] |= emitted.prompt_field(prompt)
+        return pieces
+
+
+def _content(tokens: list[Scored] | None, emitted: Emitted) -> list[Scored] | None:
+    """The tokens without the one that ends them."""
+    return None if tokens is None else [one for one in tokens if one.token not in emitted.ends]
+
+
+def _piece(index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
