@@ -279,7 +279,7 @@ def test_help_is_fast_because_jax_is_not_imported() -> None:
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     """A command whose stdout has lost its reader, like in `smcjax … | head -1`, exits with 1 and an empty stderr."""
     code = (
-        "import sys; from smcjax.cli import generate\n"
+        "import sys; from smcjax.cli.commands import generate\n"
         "def run(args):\n"
         "    for _ in range(5): print('x' * 10000)\n"
         "    return 0\n"
@@ -305,7 +305,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 
 def test_an_ascii_terminal_still_gets_its_answer() -> None:
     code = (
-        "import sys; from smcjax.cli import generate\n"
+        "import sys; from smcjax.cli.commands import generate\n"
         "generate.run = lambda args: print('caf\\u00e9') or 0\n"
         "from smcjax.cli.main import main; sys.exit(main(['generate', 'hello']))"
     )

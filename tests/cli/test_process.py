@@ -14,7 +14,8 @@ import pytest
 # A command that answers at once, run as the entry point runs it.
 QUICK = """
 import sys
-from smcjax.cli import generate, process
+from smcjax.cli import process
+from smcjax.cli.commands import generate
 def run(args):
     print("remark", file=sys.stderr)
     print("answer", flush=True)
