@@ -68,8 +68,10 @@ class Models:
     @functools.cached_property
     def disaggregated(self) -> TensorParallel | None:
         """The two devices of which one drafts. Raises ValueError where there are not two."""
-        found = two_devices() if self.separate_draft else None
-        if self.separate_draft and found is None:
+        if not self.separate_draft:
+            return None
+        found = two_devices()
+        if found is None:
             raise ValueError("separate_draft is True and JAX has not two devices alike here; leave it out.")
         return found
 

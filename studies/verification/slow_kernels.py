@@ -135,6 +135,6 @@ def pack_by_rows(kv: jax.Array, lengths: jax.Array, *, interpret: Any = None) ->
 
 
 def pack_after_a_wait(kv: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The same after the host has read the number of packed rows."""
+    """Packs as `pack_by_rows` does, after the host has read the number of packed rows."""
     int(lengths.sum())
     return pack_by_rows(kv, lengths)

@@ -168,7 +168,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _asked(repository: str, download: Callable[..., str], revision: str | None, **what: Any) -> Path:
-    """What huggingface_hub's `download` gives of a repository. Raises CheckpointError."""
+    """Calls huggingface_hub's `download` for a repository and returns the path. Raises CheckpointError."""
     from huggingface_hub import errors, is_offline_mode
 
     name = f"{repository}:{what['filename']}" if "filename" in what else repository

@@ -1,4 +1,4 @@
-"""What stands between a layer's products as Triton kernels: residual addition and RMS norm, and SwiGLU.
+"""Triton kernels do what stands between a layer's products: residual addition with RMS norm, and SwiGLU.
 
 References and what the kernels compute: `norm.py`, `swiglu.py`. A block has one row, whose sum of squares it makes by
 itself, so a launch needs no other one before it.

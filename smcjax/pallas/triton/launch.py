@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 
 from smcjax.device import HOPPER, this_device
 
-MIN_ARRIVALS = 1024
+MIN_ARRIVALS = 1024  # counters: one size serves the launches of a program, so that XLA makes their zeros once
 TYPED = 4  # StableHLO's number of custom calls with typed arguments
 
 type Shapes = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]
@@ -99,7 +99,7 @@ def arrivals(count: int) -> jax.Array:
     """Zeros by which the blocks of a launch find out which is the last of some: as many counters as asked for, or more.
 
     A kernel that counts in them leaves zeros, so XLA, which knows of no change, may give all launches of a program the
-    same ones: one size serves all, and launches of a program come one after the other.
+    same ones. Launches of a program come one after the other.
     """
     return jnp.zeros(max(MIN_ARRIVALS, power_of_two(count)), jnp.int32)
 

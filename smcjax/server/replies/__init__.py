@@ -1,1 +1,1 @@
-"""What clients get."""
+"""Modules here shape what clients get."""

@@ -1,1 +1,1 @@
-"""What clients send, read and checked."""
+"""Modules here read and check what clients send."""
