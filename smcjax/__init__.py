@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from smcjax.decoders import SMC, Autoregressive, Rejection
     from smcjax.decoders.text_potential import TextPotential
     from smcjax.engine.async_llm import AsyncLLM
+    from smcjax.engine.judge import Judge
     from smcjax.engine.llm import LLM
     from smcjax.engine.requests.sampling_params import SamplingParams
     from smcjax.engine.results.majority import majority
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "Cycle",
+    "Judge",
     "Particle",
     "Rejection",
     "RequestOutput",
@@ -53,6 +55,7 @@ __all__ = [
 _HOME = {
     "AsyncLLM": "engine.async_llm",
     "Auto": "auto",
+    "Judge": "engine.judge",
     "LLM": "engine.llm",
     "Rejection": "decoders",
     "SMC": "decoders",

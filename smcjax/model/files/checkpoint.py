@@ -127,11 +127,11 @@ def _read_directory(directory: Path) -> ReadConfig:
         read = read_config(config, generation_config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    _require_plausible(directory, read.config, bytes_each=2 if read.storage is None else 1)
+    require_plausible(directory, read.config, bytes_each=2 if read.storage is None else 1)
     return read
 
 
-def _require_plausible(directory: Path, config: ModelConfig, bytes_each: int) -> None:
+def require_plausible(directory: Path, config: ModelConfig, bytes_each: int) -> None:
     """Refuses a config of another order of size than the weights beside it, before anything is made of it.
 
     No dtype of the files has fewer bytes than `bytes_each`. What differs by less is named tensor by tensor when the
