@@ -227,9 +227,10 @@ def _check_potential(potential: Potential, rng: np.random.Generator) -> None:
     begin = rng.integers(1, 4, rows).astype(np.int32)
     end = np.minimum(begin + rng.integers(0, 8, rows), width).astype(np.int32)
     finished = rng.random(rows) < 0.5
+    logprobs = -rng.exponential(2.0, tokens.shape)
 
-    def value(tokens: np.ndarray, order: np.ndarray) -> Any:
-        arrays = (jnp.asarray(x[order]) for x in (tokens, begin, end, finished))
+    def value(tokens: np.ndarray, order: np.ndarray, logprobs: np.ndarray = logprobs) -> Any:
+        arrays = (jnp.asarray(x[order]) for x in (tokens, begin, end, finished, logprobs))
         return potential.log_value(Answers(*arrays))
 
     order = np.arange(rows)
@@ -244,7 +245,8 @@ def _check_potential(potential: Potential, rng: np.random.Generator) -> None:
     column = np.arange(width)
     outside = (column < begin[:, None]) | (column >= end[:, None])
     scrambled = np.where(outside, rng.integers(0, 8, tokens.shape), tokens).astype(np.int32)
-    _close(value(scrambled, order), found, "log_value must not depend on columns outside the answer")
+    stale = np.where(outside, -rng.exponential(2.0, tokens.shape), logprobs)
+    _close(value(scrambled, order, stale), found, "log_value must not depend on columns outside the answer")
 
 
 def _check_text_potential(potential: TextPotential, prompt: str, texts: Sequence[str]) -> None:

@@ -100,6 +100,21 @@ class Whole(Length):
         return self.per_token * (answers.tokens[:, 0] + answers.end).astype(float)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sure:
+    """A potential that prefers answers whose unlikeliest token is likely."""
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        return jnp.min(jnp.where(answers.counted, answers.logprobs, 0.0), axis=1)
+
+
+class Stale(Sure):
+    """A mistake: log-probabilities behind the answer count."""
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        return jnp.min(answers.logprobs, axis=1)
+
+
 class Shared(Length):
     """A mistake: a row's value depends on the longest row."""
 
@@ -128,6 +143,7 @@ RIGHT = [
     smc.ConstantPotential(0.5),
     smc.TokenPotential(((1, 0.3), (2, -float("inf")))),
     Length(),
+    Sure(),
 ]
 WRONG = [
     (Unweighed(), "times weight of an emitted token must be the target's"),
@@ -136,6 +152,7 @@ WRONG = [
     (Halved(1.5), "the mean of every weight over the outcomes must be the weight"),
     (Turned(0.75), "the mean number of offspring must be N·W"),
     (Whole(), "must not depend on columns outside the answer"),
+    (Stale(), "must not depend on columns outside the answer"),
     (Shared(), "must not depend on other rows"),
     (Mutable(), "must be hashable"),
 ]

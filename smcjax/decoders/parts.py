@@ -61,7 +61,7 @@ class Resampler(Protocol):
 
 @runtime_checkable
 class Potential(Protocol):
-    """A factor of the target, as a function of tokens."""
+    """A factor of the target, as a function of tokens and of their log-probabilities under the target."""
 
     def log_value(self, answers: Any) -> Float[Array, " R"]:
         """The log of the factor of each row of `smcjax.smc.potential.Answers`, of that row's answer alone.

@@ -149,7 +149,8 @@ def steer(state: State, potentials: Sequence[Potential]) -> State:
     sequences, before, wanted = state.sequences, state.log_potential, state.requests.potentials
     begin = state.per_row(state.requests.prompt_length)
     wanted = None if wanted is None else state.per_row(wanted)
-    answers = Answers(sequences.tokens, begin, sequences.length, sequences.finished, wanted)
+    ends = (begin, sequences.length, sequences.finished)
+    answers = Answers(sequences.tokens, *ends, logprobs=sequences.logprobs, wanted=wanted)
     nothing = jnp.zeros(begin.shape, before.dtype)
     value = state.by_group(sum((one.log_value(answers) for one in potentials), nothing))
     gained = jnp.where(jnp.isneginf(state.log_weight), 0.0, value - before)  # a particle once dead stays so

@@ -4,7 +4,8 @@ With potentials the target is π(x) ∝ p(x)^α·∏ φ(x), a product over the p
 the request's `SamplingParams(potentials=…)`. A potential
 gives a log value to every beginning of an answer too. After each cycle a particle's log weight gains the log value of
 its tokens now less that of its tokens when it was asked last, so the terms telescope: an answer's weight has φ of the
-whole answer, whatever the values of its beginnings were. Those decide how early a population turns to good answers.
+whole answer, whatever the values of its beginnings were. Those decide how early a population turns to good answers. A
+value may depend on the target's log-probabilities of the answer's tokens too, since they are a function of the answer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Answers(NamedTuple):
     begin: Int[Array, " R"]  # the column of the answer's first token
     end: Int[Array, " R"]  # the column behind its last
     finished: Bool[Array, " R"]
+    logprobs: Float[Array, "R T"]  # log p_T of each of the answer's tokens by the target, at power 1
     wanted: Bool[Array, "R P"] | None = None  # the `Program.requested_potentials` of each row's own request
 
     @property

@@ -127,22 +127,34 @@ def weigh(
     length: Any,
     stops: Any,
     before: Any = None,
+    logprobs: tuple[Any, Any] | None = None,
     potentials: tuple[smc.Potential, ...] = (),
 ) -> tuple[Any, ...]:
-    """`cycle.commit` on rows that are each a group of their own; `before` [R, T] are their tokens, for potentials."""
+    """`cycle.commit` on rows that are each a group of their own.
+
+    `before` [R, T] are their tokens and `logprobs` the target's of these and of the block's, for potentials.
+    """
     state = _state(tokens.shape[0], 1, stops.shape[0], cap)
     sequences = dataclasses.replace(state.sequences, length=length, finished=jnp.zeros(length.shape, bool))
+    of_block = jnp.zeros(tokens.shape, jnp.float32)
     if potentials:
-        sequences = dataclasses.replace(sequences, tokens=sequences.tokens.at[:, : before.shape[1]].set(before))
-        so_far = smc.Answers(sequences.tokens, jnp.ones_like(length), length, sequences.finished)
+        assert logprobs is not None
+        of_tokens, of_block = logprobs
+        width = before.shape[1]
+        sequences = dataclasses.replace(
+            sequences,
+            tokens=sequences.tokens.at[:, :width].set(before),
+            logprobs=jnp.zeros(sequences.tokens.shape).at[:, :width].set(of_tokens),
+        )
+        ends = (jnp.ones_like(length), length, sequences.finished)
+        so_far = smc.Answers(sequences.tokens, *ends, sequences.logprobs)
         asked = sum((one.log_value(so_far) for one in potentials), jnp.zeros(1))
         # Nothing was asked of a row without a token.
         state = dataclasses.replace(state, log_potential=jnp.where(length > 1, asked, 0.0)[:, None])
     requests = dataclasses.replace(state.requests, stops=jnp.broadcast_to(stops, state.requests.stops.shape))
     state = dataclasses.replace(state, sequences=sequences, requests=requests)
-    unused = jnp.zeros(tokens.shape, jnp.float32)
     with mutated(mutation):
-        state = cycle.commit(state, NewBlock(tokens, increments, unused, last), potentials)
+        state = cycle.commit(state, NewBlock(tokens, increments, of_block, last), potentials)
     return state.sequences.length, state.sequences.finished, state.log_weight[:, 0]
 
 
@@ -340,7 +352,8 @@ class Enumeration:
             tokens, last = np.asarray(proposals.tokens, np.int32), proposals.last
             last = np.full(len(tokens), tokens.shape[1] - 1, np.int32) if last is None else last
             before = np.tile(np.array([0, *prefix], np.int32), (len(tokens), 1))
-            terms = (tokens, proposals.increments, last, length, stops, before, self.config.potentials)
+            logprobs = self._logprobs(prefix, tokens) if self.config.potentials else None
+            terms = (tokens, proposals.increments, last, length, stops, before, logprobs, self.config.potentials)
             ends = weigh(self.mutation, self.toy.cap, *terms)
             merged: dict[Row, float] = {}
             for block, chance, end, done, w in zip(
@@ -352,6 +365,16 @@ class Enumeration:
                 merged[row] = merged.get(row, 0.0) + float(chance)
             self._seen[prefix, propose] = list(merged.items())
         return self._seen[prefix, propose]
+
+    def _logprobs(self, prefix: Tokens, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """log p of the tokens of one row, and of each block behind them; the row begins with a token of the prompt."""
+
+        def along(begin: Tokens, tokens: Tokens) -> list[float]:
+            return [self.toy.logprobs("p", (*begin, *tokens[:at]))[token] for at, token in enumerate(tokens)]
+
+        of_row = np.array([0.0, *along((), prefix)])
+        of_blocks = np.array([along(prefix, tuple(block)) for block in blocks.tolist()])
+        return np.tile(of_row, (len(blocks), 1)), of_blocks
 
     def _extend(self, populations: dict, propose: Callable[..., Proposals]) -> dict:
         result: dict = {}

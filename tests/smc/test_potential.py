@@ -13,7 +13,9 @@ import pytest
 
 from smcjax import smc
 from smcjax.smc import cycle
+from tests import exact
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, published, start, step, tiny_pair
+from tests.smc import reference
 from tests.smc.enumeration import Enumeration, Tokens, Toy
 
 
@@ -91,6 +93,41 @@ def test_control_values_that_are_not_taken_back_break_the_law(patch_programs: An
     jax.clear_caches()
 
 
+@dataclasses.dataclass(frozen=True)
+class Likelier:
+    """p(x)^strength, of the log-probabilities that answers bring."""
+
+    strength: float = 0.5
+    shift: int = 0  # a mistake: those of other tokens
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        logprobs = jnp.roll(answers.logprobs, self.shift, axis=1)
+        return self.strength * jnp.sum(jnp.where(answers.counted, logprobs, 0.0), axis=1)
+
+
+POWERS: dict[str, tuple[Toy, dict[str, Any]]] = {
+    "two": (STOP, {"n_particles": 2, "gamma": 2, "ess_threshold": 0.95}),
+    "a power beside it": (STOP, {"n_particles": 2, "gamma": 1, "power": 0.8}),
+    "control": (WIDE, {"n_particles": 2, "gamma": 2, "control": 0.3}),
+    "early end": (STOP, {"n_particles": 2, "gamma": 1, "early_end": True}),
+}
+
+
+@pytest.mark.parametrize("case", POWERS)
+def test_log_probabilities_are_a_power(case: str) -> None:
+    """With the potential p(x)^s the target p^α is p^(α + s), to 1e-12; with those of other tokens it is not."""
+    toy, config = POWERS[case]
+
+    def off(potential: Likelier) -> float:
+        done = Enumeration(toy, published(**config, potentials=(potential,))).run()
+        law = toy.outcomes(done.config.power + potential.strength)
+        return max(abs(done.measure.get(x, 0.0) - law.get(x, 0.0)) for x in done.measure.keys() | law.keys())
+
+    assert off(Likelier()) < 1e-12
+    if case == "two":
+        assert off(Likelier(shift=1)) > 1e-3
+
+
 PAIR = tiny_pair()
 ASKS = [
     Ask((1, 3, 0, 2, 2), max_tokens=11, stops=(4,), seed=41),
@@ -125,6 +162,16 @@ def test_the_terms_telescope_through_forks(config: dict[str, Any]) -> None:
     for group, rows in enumerate(outputs(state)):
         want = [sum(dict(potential.log_factors).get(token, 0.0) for token in row) for row in rows]
         np.testing.assert_allclose(state.log_potential[group], want, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [{"ess_threshold": 1.0}, {"pipelined": True}, {"control": 0.3}], ids=str)
+def test_log_probabilities_are_the_targets_own(config: dict[str, Any]) -> None:
+    """Those of each row's tokens, copies' too: temperature and minimum as the request has them."""
+    state, _ = run(**config, potentials=(Likelier(0.5),))
+    after = reference.language_model(PAIR.target, PAIR.params.target, 24)
+    for group, (rows, ask) in enumerate(zip(outputs(state), ASKS, strict=True)):
+        laws = [[exact.next_law(after, ask, tuple(row[:at]))[row[at]] for at in range(len(row))] for row in rows]
+        np.testing.assert_allclose(state.log_potential[group], [0.5 * np.log(law).sum() for law in laws], atol=1e-3)
 
 
 def test_a_potential_that_is_no_number_ends_its_request_alone() -> None:
