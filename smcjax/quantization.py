@@ -13,6 +13,7 @@ A further kind is one more `Quantization` in `QUANTIZATIONS`: options, files, me
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,12 @@ class Quantization:
 INT8 = Quantization("int8", "int8", "I8", 127.0, whole=True, columns=COLUMNS, rounds_activations=False)
 FLOAT8 = Quantization("float8", "float8_e4m3fn", "F8_E4M3", 448.0, whole=False, columns=1, rounds_activations=True)
 QUANTIZATIONS = {one.name: one for one in (INT8, FLOAT8)}
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def stored_order(values: Shaped[Array, "*shape I"], kind: Quantization) -> Shaped[Array, "*shape I"]:
+    """`kind.ordered` as one program for all matrices of a shape, where `jax.jit(kind.ordered)` is one for each call."""
+    return kind.ordered(values)
 
 
 def check_quantization(name: str, value: object) -> None:

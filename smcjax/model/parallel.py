@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from smcjax.matmul import PeerMemory, Quantized, RowParallel, VocabularyParallel, is_packed, matrix
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Folded, Params, init_leaf, param_shapes
-from smcjax.quantization import QUANTIZATIONS, Quantization
+from smcjax.quantization import QUANTIZATIONS, Quantization, stored_order
 
 AXIS = "model"  # of the mesh
 MAX_DEVICES = 64  # that a sentence tries when it says which numbers fit
@@ -236,9 +236,9 @@ class TensorParallel:
         self, values: np.ndarray, scale: np.ndarray, layout: Layout, dtype: str, kind: Quantization
     ) -> Quantized:
         """Puts a matrix in eight bits, its columns in their own order, and its scales on the devices."""
-        order = jax.jit(kind.ordered)
         placed = [
-            order(jax.device_put(piece, device)) for piece, device in self._dealt(layout.pieces(values, self.size))
+            stored_order(jax.device_put(piece, device), kind)
+            for piece, device in self._dealt(layout.pieces(values, self.size))
         ]
         of_scale = layout if layout.axis == 0 else WHOLE
         return Quantized(self._joined(placed, layout), self.place(scale, of_scale), dtype, kind.name)

@@ -43,7 +43,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, Any]] = [
     ("llama", {"rope_theta": "10000"}, "rope_theta", "10000"),
     ("llama", {"rope_theta": 10**400}, "rope_theta", 1),
     ("llama", {"hidden_act": "gelu"}, "hidden_act", "gelu"),
-    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config", "gptq"),
+    ("llama", {"quantization_config": {"quant_method": "aqlm", "bits": 4}}, "quantization_config", "aqlm"),
     ("llama", {"is_causal": False}, "is_causal", False),
     ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder", True),
     ("llama", {"logits_scaling": 8.0}, "logits_scaling", 8.0),

@@ -366,9 +366,9 @@ def test_int8_without_a_config(model: Path) -> None:
 
 OTHER: list[tuple[dict[str, Any], str]] = [
     # a quantization_config, what the message says first
-    ({"quant_method": "gptq", "bits": 4}, "quantization_config.quant_method is 'gptq'"),
+    ({"quant_method": "aqlm", "bits": 4}, "quantization_config.quant_method is 'aqlm'"),
     ({"bits": 8}, "quantization_config.quant_method is None"),
-    (scheme(format="pack-quantized"), "quantization_config.format is 'pack-quantized'"),
+    (scheme(format="marlin-24"), "quantization_config.format is 'marlin-24'"),
     (scheme(format=None), "quantization_config.format is None"),
     (scheme(config_groups={}), "quantization_config.config_groups is {}"),
     (scheme(config_groups=[1]), "quantization_config.config_groups is [1]"),

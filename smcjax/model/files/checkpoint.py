@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +22,7 @@ from smcjax.matmul import Quantized
 from smcjax.model.config import ModelConfig
 from smcjax.model.files.gguf import GGUF_NAMES, ends_by_name, read_gguf
 from smcjax.model.files.hf_config import ReadConfig, read_config
+from smcjax.model.files.hf_quantization import Packing, Storage
 from smcjax.model.files.hub import (
     BUNDLED,
     INDEX_BYTES,
@@ -29,11 +32,12 @@ from smcjax.model.files.hub import (
     is_hub_id,
     packaged_model,
 )
+from smcjax.model.files.packed import is_unused_bias, with_packed
 from smcjax.model.files.tensor_files import Source, TensorFile, Tensors, refuse_companions, with_scales
 from smcjax.model.parallel import TensorParallel, layouts
 from smcjax.model.params import Params, num_params, param_shapes
 from smcjax.model.quantize import quantize_leaves, streamed
-from smcjax.quantization import QUANTIZATIONS, Quantization, check_quantization
+from smcjax.quantization import QUANTIZATIONS, Quantization, check_quantization, stored_order
 
 logger = logging.getLogger("smcjax")
 
@@ -111,27 +115,27 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 def stored_quantization(directory: str | os.PathLike[str]) -> str | None:
     """The name of the quantisation in which config.json says that matrices are stored; None of a GGUF file.
 
-    Of float8 with a scale a block it is None as well: such matrices are multiplied out.
+    Of float8 with a scale a block, and of packed numbers, it is None as well: such matrices are multiplied out.
     """
     directory = resolve_model_path(directory)
     stored = _read_directory(directory).storage if directory.is_dir() else None
-    return stored.kind.name if stored is not None and stored.stays else None
+    return stored.kind.name if isinstance(stored, Storage) and stored.stays else None
 
 
 def _read_directory(directory: Path) -> ReadConfig:
-    refuse_companions(directory)
     config = read_model_json(directory / "config.json")
+    refuse_companions(directory, quantized=isinstance(config, Mapping) and bool(config.get("quantization_config")))
     generation = directory / "generation_config.json"
     generation_config = read_model_json(generation) if generation.exists() else None
     try:
         read = read_config(config, generation_config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    require_plausible(directory, read.config, bytes_each=2 if read.storage is None else 1)
+    require_plausible(directory, read.config, bytes_each=2 if read.storage is None else read.storage.bits / 8)
     return read
 
 
-def require_plausible(directory: Path, config: ModelConfig, bytes_each: int) -> None:
+def require_plausible(directory: Path, config: ModelConfig, bytes_each: float) -> None:
     """Refuses a config of another order of size than the weights beside it, before anything is made of it.
 
     No dtype of the files has fewer bytes than `bytes_each`. What differs by less is named tensor by tensor when the
@@ -165,9 +169,10 @@ def load_checkpoint(
     type that the package gguf dequantises. Every tensor of the files and of the config is accounted for: none missing,
     left over or of another shape, else CheckpointError.
 
-    Matrices that a directory stores in int8 or float8 (`smcjax.model.files.hf_quantization`) are multiplied out in
+    Quantised matrices, of a directory (`smcjax.model.files.hf_quantization`) or a GGUF file, are multiplied out in
     float32 and cast. With a `quantization` all that `quantize_params` covers are `Quantized`, with the numbers and
-    scales that are stored, or else rounded as soon as they are read: a device never has two that are not.
+    scales that are stored, or else rounded as soon as they are read: a device never has two that are not. Of those
+    that a file keeps in fewer bits or in groups a log line says the format and what rounding them costs.
 
     Host memory beyond the files' page cache is one matrix at a time.
     """
@@ -177,7 +182,10 @@ def load_checkpoint(
     aliases: dict[str, str] = {}
     if path.is_dir():
         family, config, stored = _read_directory(path)
-        source = with_scales(path, open_tensors(path), stored)
+        tensors = open_tensors(path)
+        source = (
+            with_packed(path, tensors, stored) if isinstance(stored, Packing) else with_scales(path, tensors, stored)
+        )
         config, aliases = _resolve_tying(config, source)
         named = family.names, family.norm_offset
     else:
@@ -191,17 +199,22 @@ def load_checkpoint(
     kind = None if quantization is None else QUANTIZATIONS[quantization]
     covered = streamed(shapes)
     account_for_names(path, stacks, jax.tree.leaves(shapes), aliases, source.tensors)
+    rounding = Rounding()
     layout_of = jax.tree.leaves(shapes if parallel is None else layouts(config, parallel.size, parallel.vocabulary))
 
     def leaves() -> Iterator[Any]:
         for stack, shape, packs, layout in zip(stacks, jax.tree.leaves(shapes), covered, layout_of, strict=True):
             parts = [(aliases.get(name, name), rows) for name, rows in stack.parts]
             leaf: Any
-            if kind is not None and packs and any(source.is_stored(name, kind) for name, _ in parts):
-                values, scale = _read_quantized(source, parts, shape, kind)
+            if (
+                kind is not None
+                and packs
+                and any(source.is_stored(name, kind) or source.narrow(name) for name, _ in parts)
+            ):
+                values, scale = _read_quantized(source, parts, shape, kind, rounding)
                 dtype_name = jnp.dtype(shape.dtype).name
                 if parallel is None:
-                    leaf = Quantized(jax.jit(kind.ordered)(values), jnp.asarray(scale), dtype_name, kind.name)
+                    leaf = Quantized(stored_order(values, kind), jnp.asarray(scale), dtype_name, kind.name)
                 else:
                     leaf = parallel.place_quantized(values, scale, layout, dtype_name, kind)
             else:
@@ -209,7 +222,43 @@ def load_checkpoint(
                 leaf = jax.device_put(read) if parallel is None else parallel.place(read, layout)
             yield jax.block_until_ready(leaf)
 
-    return config, quantize_leaves(shapes, leaves(), kind)
+    params = quantize_leaves(shapes, leaves(), kind)
+    if rounding.formats:
+        logger.warning(
+            "%s: matrices in %s are rounded to eight bits (%s, a scale a row); the error's root mean square is %.2f%% "
+            "of the weights'.",
+            *(path, ", ".join(sorted(rounding.formats)), quantization, 100 * rounding.error),
+        )
+    return config, params
+
+
+@dataclasses.dataclass
+class Rounding:
+    """What rounding to eight bits has cost so far, of the matrices that a file keeps in another quantisation."""
+
+    formats: set[str] = dataclasses.field(default_factory=set)
+    squared_error: float = 0.0
+    squared: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """The root mean square of the error, over that of the weights."""
+        return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
+
+    def add(self, name: str, squared_error: jax.Array, squared: jax.Array) -> None:
+        """Counts some rows of a matrix in the format of that name: both arrays hold a sum of each row."""
+        self.formats.add(name)
+        self.squared_error += float(np.asarray(squared_error, np.float64).sum())
+        self.squared += float(np.asarray(squared, np.float64).sum())
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def _rounded(rows: jax.Array, kind: Quantization) -> tuple[jax.Array, ...]:
+    """Rows rounded, their scales, and of each row the squares of its error and of its weights, summed."""
+    values, scale = kind.round(rows)
+    wide = rows.astype(jnp.float32)
+    error = values.astype(jnp.float32) * scale[:, None] - wide
+    return values, scale, jnp.sum(error * error, axis=1), jnp.sum(wide * wide, axis=1)
 
 
 def _chunks(parts: Iterable[tuple[str, int]]) -> Iterator[tuple[str, slice, slice]]:
@@ -264,9 +313,16 @@ def _require_finite(source: Source, name: str, rows: slice, values: np.ndarray) 
 
 
 def _read_quantized(
-    source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct, kind: Quantization
+    source: Source,
+    parts: Iterable[tuple[str, int]],
+    shape: jax.ShapeDtypeStruct,
+    kind: Quantization,
+    rounding: Rounding,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers and scales of tensors in eight bits; those of another dtype are rounded, row by row as ever."""
+    """The numbers and scales of tensors in eight bits; those of another dtype are rounded, row by row as ever.
+
+    `rounding` counts those in another quantisation, which are rounded from float32.
+    """
     values, scale = np.empty(shape.shape, jnp.dtype(kind.dtype)), np.empty(shape.shape[0], np.float32)
     for name, rows, place in _chunks(parts):
         if source.is_stored(name, kind):
@@ -274,9 +330,12 @@ def _read_quantized(
             values[place], scale[place] = source.stored_rows(name)[rows], of_rows[rows] if len(of_rows) > 1 else of_rows
             _require_finite(source, name, rows, values[place].astype(np.float32))
         else:
-            stored = source.rows(name)[rows].astype(shape.dtype)
+            narrow = source.narrow(name)
+            stored = source.rows(name)[rows].astype(shape.dtype if narrow is None else np.float32)
             _require_finite(source, name, rows, stored)
-            values[place], scale[place] = jax.jit(kind.round)(stored)
+            values[place], scale[place], *squares = _rounded(stored, kind)
+            if narrow is not None:
+                rounding.add(narrow, *squares)
     return values, scale
 
 
@@ -408,6 +467,7 @@ def account_for_names(
         name
         for name in tensors.keys() - wanted.keys()
         if not name.endswith("rotary_emb.inv_freq") and name not in (_EMBED, _LM_HEAD)
+        if not is_unused_bias(name, tensors)
     )
     reshaped = [
         f"{name} is {shortened(list(tensors[name].shapes[name]))} instead of {list(shape)}"

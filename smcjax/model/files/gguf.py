@@ -20,6 +20,7 @@ from smcjax.model.families import Family, families
 from smcjax.model.families.gguf_keys import ROPE_FACTORS, GGUFKeys
 
 _EMBED, _HEAD = "token_embd.weight", "output.weight"
+_FLOATS = ("F16", "BF16", "F32", "F64")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _WHOLE = (3, 4)  # tokenizer.ggml.token_type of control tokens and of user-defined ones, which no merge makes
 # Tokens that llama.cpp ends an answer at by their text; converters often name but one of a model's in the keys.
@@ -60,6 +61,11 @@ class GGUFTensors:
     @property
     def path(self) -> Path:
         return self.file.path
+
+    def narrow(self, name: str) -> str | None:
+        """The type of a tensor's numbers, such as "Q4_K"; None of a float type."""
+        kind: str = self.file.tensors[name].kind.name
+        return None if kind in _FLOATS else kind
 
     def rows(self, name: str) -> Any:
         """A lazy view of one tensor: `rows(name)[begin:end]` dequantises those rows, float32."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from smcjax.model.config import ModelConfig
 from smcjax.model.families import Family, families
 from smcjax.model.families.hf_keys import HFKeys, refusal
-from smcjax.model.files.hf_quantization import Storage, storage
+from smcjax.model.files.hf_quantization import Packing, Storage, storage
 
 # Spellings of transformers and torch; a config's dtype chooses nothing here, so one that says nothing is no fault.
 _DTYPES = {
@@ -28,7 +28,7 @@ class ReadConfig(NamedTuple):
 
     family: Family
     config: ModelConfig
-    storage: Storage | None
+    storage: Storage | Packing | None
 
 
 def config_from_hf(config: Any, generation_config: Any = None) -> ModelConfig:

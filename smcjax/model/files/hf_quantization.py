@@ -1,7 +1,7 @@
-"""Hugging Face's quantization_config: how a directory stores matrices in eight bits, and which of those ways are read.
+"""Hugging Face's quantization_config: how a directory stores quantised matrices, and which of those ways are read.
 
-A matrix NAME [out, in] is stored in int8 or float8 (e4m3), and beside it its scales, one for each block of rows and
-columns:
+In eight bits a matrix NAME [out, in] is stored in int8 or float8 (e4m3), and beside it its scales, one for each block
+of rows and columns:
 
     W[o, i] = NAME[o, i] · scale[o // rows, i // columns]
 
@@ -15,6 +15,9 @@ columns:
 Which matrices are kept so is seen in the files. Activations are computed in the weights' dtype, whatever a config says
 of theirs: that is nearer to the model before it was quantised. Matrices with a scale a row, or one, may stay so
 (`quantization="int8"` or `"float8"`), and others are multiplied out.
+
+The numbers of gptq, awq and compressed-tensors' "pack-quantized" are packed into words
+(`smcjax.model.files.packed`), and always multiplied out.
 """
 
 from __future__ import annotations
@@ -29,10 +32,20 @@ SCALE = "_scale"  # added to a tensor's name
 _METHOD, _FORMAT, _FLOAT_FORMAT = "compressed-tensors", "int-quantized", "float-quantized"
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _NO_SAY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # how scales were found; how files keep them
+_PACKED_FORMAT, _PACKED_BITS = "pack-quantized", (2, 4, 8)
 _READ = (
-    "of quantised weights only int8 by channel of compressed-tensors (int-quantized) and float8 (float-quantized, fp8, "
-    "fbgemm_fp8) are read, beside nothing else that is quantised; use such a checkpoint or the original one"
+    "of quantised weights only int8 by channel of compressed-tensors (int-quantized), float8 (float-quantized, fp8, "
+    "fbgemm_fp8) and numbers of 2, 4 or 8 bits (gptq, awq in the version gemm, pack-quantized) are read, beside "
+    "nothing else that is quantised; use such a checkpoint or the original one"
 )
+# Keys of gptq and awq that say how numbers were found, or how another library computes with them.
+_PROVENANCE = """
+sym desc_act static_groups act_group_aware true_sequential damp_percent damp_auto_increment mse dataset tokenizer meta
+quantizer model_name_or_path model_file_base_name model_seqlen block_name_to_quantize batch_size pad_token_id lm_head
+module_name_preceding_first_block modules_in_block_to_quantize modules_to_not_convert max_input_length backend
+cache_block_outputs use_cuda_fp16 use_exllama disable_exllama exllama_config do_fuse modules_to_fuse fuse_max_seq_len
+parallel_packing offload_to_disk offload_to_disk_path hyb_act
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +70,36 @@ class Storage:
         return rows, columns
 
     @property
+    def bits(self) -> int:
+        """Bits of a number."""
+        return 8
+
+    @property
     def stays(self) -> bool:
         """True where matrices may stay as they are stored: with a scale a row, or one."""
         rows, columns = self.block
         return columns is None and rows in (1, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How a directory packs its quantised matrices (`smcjax.model.files.packed`).
+
+    Attributes:
+        format: "GPTQ", "AWQ" or "pack-quantized".
+        bits: of a number: 2, 4 or 8.
+        group: how many inputs of a row have one scale; None: all.
+        permuted: whether a tensor says which group each input belongs to. Otherwise neighbours belong together.
+        zeros: whether tensors say which number is zero; without them it is the middle one.
+        zero_offset: is added to each number of those tensors.
+    """
+
+    format: str
+    bits: int
+    group: int | None
+    permuted: bool = False
+    zeros: bool = True
+    zero_offset: int = 0
 
 
 def is_of_activations(name: str) -> bool:
@@ -68,7 +107,7 @@ def is_of_activations(name: str) -> bool:
     return name.endswith((".input_scale", ".input_scale_ub", ".input_zero_point"))
 
 
-def storage(keys: HFKeys) -> Storage | None:
+def storage(keys: HFKeys) -> Storage | Packing | None:
     """How a config says that matrices are stored, None for plain; raises ValueError for ways that are not read."""
     if keys.raw("compression_config"):
         raise keys.refusal("compression_config", _READ)
@@ -76,7 +115,11 @@ def storage(keys: HFKeys) -> Storage | None:
         return None
     outer = keys.inner("quantization_config")
     method = outer.raw("quant_method")
-    if method == "fp8":
+    found: Storage | Packing
+    if method in ("gptq", "awq"):
+        found = _gptq(outer) if method == "gptq" else _awq(outer)
+        _skip(outer, *_PROVENANCE.split())
+    elif method == "fp8":
         found = _fp8(outer)
     elif method == "fbgemm_fp8":
         _skip(outer, "activation_scale_ub", "modules_to_not_convert")
@@ -99,16 +142,57 @@ def _fp8(keys: HFKeys) -> Storage:
     return Storage(FLOAT8, _block(keys, "weight_block_size"), "_scale_inv")
 
 
-def _compressed_tensors(outer: HFKeys) -> Storage:
-    float8 = outer.raw("format") == _FLOAT_FORMAT
-    kind = _FLOAT_FORMAT if float8 else _FORMAT
+def _gptq(keys: HFKeys) -> Packing:
+    version = _version(keys, "gptq", "gptq_v2")
+    bits = keys.raw("bits")
+    if type(bits) is not int or bits not in _PACKED_BITS:
+        raise keys.refusal("bits", _READ)
+    permuted = keys.flag("desc_act")
+    return Packing("GPTQ", bits, _group(keys), permuted, zero_offset=1 if version == "gptq" else 0)
+
+
+def _awq(keys: HFKeys) -> Packing:
+    _version(keys, "gemm")
+    if keys.raw("bits", 4) != 4:
+        raise keys.refusal("bits", _READ)
+    if not keys.flag("zero_point", True):
+        raise keys.refusal("zero_point", _READ)
+    return Packing("AWQ", 4, _group(keys))
+
+
+def _version(keys: HFKeys, *known: str) -> str:
+    """The version of a format, the first of `known` where a config says none; whichever key names it."""
+    found = known[0]
+    for key in ("version", "format", "checkpoint_format"):
+        value = keys.raw(key)
+        if value is not None:
+            found = value.lower() if isinstance(value, str) else ""
+            if found not in known:
+                raise keys.refusal(key, _READ)
+    _refuse(keys, "dynamic", "is_marlin_format")
+    if keys.raw("pack_dtype", "int32") != "int32":
+        raise keys.refusal("pack_dtype", _READ)
+    return found
+
+
+def _group(keys: HFKeys) -> int | None:
+    size = keys.raw("group_size", 128)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise keys.refusal("group_size", _READ)
+    return None if size == -1 else size
+
+
+def _compressed_tensors(outer: HFKeys) -> Storage | Packing:
+    kind = outer.raw("format")
+    if kind not in (_FLOAT_FORMAT, _PACKED_FORMAT):
+        kind = _FORMAT
     _require(outer, {"quant_method": _METHOD, "format": kind})
     _refuse(outer, "kv_cache_scheme", "sparsity_config", "transform_config")
     _skip(outer, "ignore", "version", "quantization_status", "global_compression_ratio")
     groups = outer.inner("config_groups")
     if not groups:
         raise outer.refusal("config_groups", _READ)
-    found = set()
+    found: set[Storage | Packing] = set()
     for name in outer.raw("config_groups"):
         group = groups.inner(name)
         targets = group.raw("targets")
@@ -118,7 +202,8 @@ def _compressed_tensors(outer: HFKeys) -> Storage:
         _skip(group, "input_activations")
         if group.raw("format", kind) != kind:
             raise group.refusal("format", _READ)
-        found.add(_weights(group.inner("weights"), float8))
+        weights = group.inner("weights")
+        found.add(_packed(weights) if kind == _PACKED_FORMAT else _weights(weights, kind == _FLOAT_FORMAT))
         group.refuse_unknown()
     if len(found) > 1:
         raise outer.refusal("config_groups", _READ)
@@ -146,6 +231,27 @@ def _weights(keys: HFKeys, float8: bool) -> Storage:
     _skip(keys, "block_structure", *_NO_SAY)
     keys.refuse_unknown()
     return found
+
+
+def _packed(keys: HFKeys) -> Packing:
+    """The packing that a group's "weights" say."""
+    _require(keys, {"type": "int", "dynamic": False})
+    bits, strategy = keys.raw("num_bits"), keys.raw("strategy")
+    if type(bits) is not int or bits not in _PACKED_BITS:
+        raise keys.refusal("num_bits", _READ)
+    if strategy not in ("group", "channel"):
+        raise keys.refusal("strategy", _READ)
+    order = keys.raw("actorder")
+    if order not in (None, "weight", "static", "group", "dynamic"):
+        raise keys.refusal("actorder", _READ)
+    group = keys.raw("group_size") if strategy == "group" else None
+    if strategy == "group" and (type(group) is not int or group < 1):
+        raise keys.refusal("group_size", _READ)
+    zeros = not keys.flag("symmetric", True)
+    _refuse(keys, "block_structure")
+    _skip(keys, "group_size", *_NO_SAY)
+    keys.refuse_unknown()
+    return Packing(_PACKED_FORMAT, bits, group, permuted=order in ("group", "dynamic"), zeros=zeros)
 
 
 def _block(keys: HFKeys, name: str) -> tuple[int, int]:

@@ -18,12 +18,13 @@ from smcjax.files import Unreadable, require_file, shortened
 from smcjax.model.files.hf_quantization import Storage, is_of_activations
 from smcjax.quantization import FLOAT8, QUANTIZATIONS, Quantization
 
-_DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
+DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
 _STORED = tuple(one.stored for one in QUANTIZATIONS.values())
+_COPIES = ("quantize_config.json", "quant_config.json")  # of config.json's quantization_config, by those who make one
 COMPANIONS = {  # files beside the weights that say what those do not, and what that is
     "adapter_config.json": "an adapter, which is not applied; merge it into the weights",
     **dict.fromkeys(
-        ("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+        ("hf_quant_config.json", *_COPIES),
         "quantised numbers that are not read; use the original model",
     ),
 }
@@ -37,6 +38,8 @@ class Tensors(Protocol):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
     def rows(self, name: str) -> Any: ...
+    def narrow(self, name: str) -> str | None:
+        """What a matrix is stored in, if that is narrower than every float dtype and not a `Quantization`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +66,16 @@ class TensorFile:
             ) from None
         return cls(path, handle, shapes)
 
+    def narrow(self, name: str) -> None:
+        """None: numbers of float dtypes are read here, and of eight bits by their `Storage`."""
+
     def dtype(self, name: str) -> str:
         dtype: str = self.handle.get_slice(name).get_dtype()
         return dtype
 
     def rows(self, name: str) -> Any:
         """A lazy view of one tensor: `rows(name)[begin:end]` reads those rows."""
-        self.require(name, *_DTYPES)
+        self.require(name, *DTYPES)
         return self.handle.get_slice(name)
 
     def stored_rows(self, name: str) -> Any:
@@ -127,6 +133,10 @@ class Source:
     scales: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # Float32[⌈out/rows⌉, ⌈in/columns⌉]
     storage: Storage | None = None  # of the matrices that have scales
 
+    def narrow(self, name: str) -> str | None:
+        """What a matrix is stored in, as `Tensors` say."""
+        return self.tensors[name].narrow(name)
+
     def rows(self, name: str) -> Any:
         """A lazy view of one tensor in a float dtype: `rows(name)[begin:end]` reads those rows."""
         if name not in self.scales:
@@ -146,10 +156,13 @@ class Source:
         return file.stored_rows(name)
 
 
-def refuse_companions(directory: Path) -> None:
-    """Refuses a directory whose weights alone are not the model, by the files that say so."""
+def refuse_companions(directory: Path, *, quantized: bool = False) -> None:
+    """Refuses a directory whose weights alone are not the model, by the files that say so.
+
+    `quantized`: config.json says how matrices are quantised, which a copy in such a file does not change.
+    """
     for name, what in COMPANIONS.items():
-        if (directory / name).exists():
+        if (directory / name).exists() and not (quantized and name in _COPIES):
             raise CheckpointError(f"{directory} holds {name}, which stands for {what}, or remove that file")
 
 

@@ -25,6 +25,7 @@ from smcjax.gguf_file import GGUFFile
 from smcjax.model import LayerSpec, RopeScaling, load_checkpoint, logits
 from smcjax.model.attention import FULL, SlidingWindow
 from smcjax.model.files.checkpoint import load_config
+from smcjax.model.quantize import quantize_params
 from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.gguf_files import add_tensor, as_stored, write_gguf, write_vocabulary
 
@@ -64,6 +65,33 @@ def test_every_type_is_dequantised_and_unpermuted(kind: Kind, tmp_path: Path) ->
     weights = random_weights(raw)
     write_directory(tmp_path / "hf", raw, {name: as_stored(values, kind) for name, values in weights.items()})
     assert_loads_alike(write_gguf(tmp_path / "model.gguf", raw, weights, kind), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.BF16], ids=lambda kind: kind.name)
+def test_eight_bits_and_what_they_cost(kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of dequantised numbers are rounded, and of narrow types one line says how far; float types say nothing."""
+    raw = config_of("llama")
+    weights = random_weights(raw)
+    path = write_gguf(tmp_path / "model.gguf", raw, weights, kind)
+    params = load_checkpoint(path, "float32", quantization="int8")[1]
+    _, plain = load_checkpoint(path, "float32")
+    chex.assert_trees_all_equal(params, quantize_params(plain), strict=True)
+    lines = [record.getMessage() for record in caplog.records if "rounded to eight bits" in record.getMessage()]
+    if kind == Kind.BF16:
+        assert not lines
+        return
+    errors, squares = 0.0, 0.0
+    for name, value in weights.items():
+        if value.ndim == 2 and "embed" not in name:
+            wide = as_stored(value, kind).astype(np.float64)
+            scale = np.abs(wide).max(axis=1, keepdims=True) / 127
+            errors += ((np.round(wide / scale) * scale - wide) ** 2).sum()
+            squares += (wide**2).sum()
+    cost = f"{100 * math.sqrt(errors / squares):.2f}%"
+    assert lines == [
+        f"{path}: matrices in {kind.name} are rounded to eight bits (int8, a scale a row); the error's root mean "
+        f"square is {cost} of the weights'."
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
