@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 ON_GPU = ("llama-3.1-8b", "llama-3.2-1b")  # the shapes of target and draft where none are named
 ON_CPU = ("tiny-target", "tiny-draft")
-SHAPES = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "tiny-draft", "tiny-target")
+SHAPES = (
+    *("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
+    *("gemma-3-270m", "gemma-3-4b", "qwen3-0.6b", "qwen3-32b", "tiny-draft", "tiny-target"),
+)
 ATTENTIONS = ("nsa", "nsa-shared")
 
 # Ranges of numbers that several benchmarks take.
