@@ -18,7 +18,7 @@ import pytest
 
 from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams, TextPotential, smc
 from smcjax.engine.engine import Engine
-from smcjax.engine.results.steering import Steering
+from smcjax.engine.results.steering import Scorer, Steering
 from smcjax.engine.schedule.scheduler import Schedule
 from tests.checkpoints import Pair
 from tests.engine.conftest import llm_arguments, smc_llm
@@ -112,6 +112,29 @@ def test_values_are_awaited_while_the_device_is_busy(steered: LLM, busy: bool) -
         generate(steered, PROMPTS, [ask(i, TextPotential(slowly(early, seed=i), ask=2)) for i in range(4)])
     assert waited
     assert any(waited) is not busy
+
+
+def test_a_wait_for_a_slow_function_does_not_spin() -> None:
+    """One that returned before ends a wait once; the next wait is for the other, and ends as soon as that returns."""
+    release = threading.Event()
+
+    def stuck(prompt: str, texts: list[str]) -> list[float]:
+        release.wait(60)
+        return [0.0] * len(texts)
+
+    scorer = Scorer()
+    quick = scorer.ask(TextPotential(early), "", ["a"], whole=True)
+    slow = scorer.ask(TextPotential(stuck), "", ["a"], whole=True)
+    scorer.wait(60)
+    assert quick.done()
+    began = time.monotonic()
+    scorer.wait(0.2)
+    assert time.monotonic() - began > 0.1
+    assert not slow.done()
+    release.set()
+    scorer.wait(60)
+    assert slow.result() == [0.0]
+    assert time.monotonic() - began < 30
 
 
 def test_plain_requests_beside_it_are_as_without(steered: LLM) -> None:

@@ -20,7 +20,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ class Scorer:
     def __init__(self) -> None:
         self._places = threading.BoundedSemaphore(THREADS)
         self._open: set[Future[list[float]]] = set()
+        self._returned = threading.Event()
 
     def ask(self, potential: TextPotential, prompt: str, texts: list[str], *, whole: bool) -> Future[list[float]]:
         """Begins to ask about texts."""
@@ -57,8 +58,13 @@ class Scorer:
         return future
 
     def wait(self, seconds: float) -> None:
-        """Waits until any function returns, for so many seconds at most."""
-        wait(self._open, seconds, FIRST_COMPLETED)
+        """Waits until a function returns, or has returned since the last wait, for so many seconds at most.
+
+        A function that returned before that is no reason to return at once: a caller that waits for another one would
+        then spin, and keep Python's lock from the threads.
+        """
+        self._returned.wait(seconds)
+        self._returned.clear()
 
     def close(self) -> None:
         """Begins no further function; what those that run return is of no use."""
@@ -75,6 +81,7 @@ class Scorer:
                 future.set_result(potential.values(prompt, texts, whole=whole))
             except BaseException as error:
                 future.set_exception(error)
+            self._returned.set()
 
 
 @dataclasses.dataclass(frozen=True)
