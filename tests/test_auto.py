@@ -11,7 +11,7 @@ import pytest
 from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.auto import CHOICES, Routed, left_to_exact
 from smcjax.decoders import DECODINGS, Decoding
-from smcjax.engine.load.planned import Planned
+from smcjax.engine.load.choice import Planned
 from smcjax.planner import Cell, Counted, Measured, law_of
 from tests.checkpoints import write_pair
 from tests.planner.tables import measured, profile

@@ -17,9 +17,9 @@ from smcjax.decoders import Decoding
 from smcjax.decoding.drafts.ngram import NGRAM, NGram
 from smcjax.decoding.drafts.proposer import Proposer
 from smcjax.decoding.groups import PairParams
-from smcjax.device import on_cpu
 from smcjax.engine.arguments import OF_ENGINE, OF_LOADING, OF_MODELS, RULES, check_devices, compiles_at_start
 from smcjax.engine.engine import Engine
+from smcjax.engine.load.choice import DEFAULT_MAX_MODEL_LEN, check_draft_arguments, choose
 from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.loading import (
     DECODERS,
@@ -31,7 +31,6 @@ from smcjax.engine.load.loading import (
     prepared_models,
     scores_bytes,
 )
-from smcjax.engine.load.planned import Planned
 from smcjax.engine.prepare_request import RequestPreparer
 from smcjax.engine.request_handle import Chunks, RequestHandle
 from smcjax.engine.requests.requests import (
@@ -56,8 +55,6 @@ from smcjax.quantization import check_quantization
 from smcjax.structured.automaton import Automata
 
 logger = logging.getLogger("smcjax")
-
-DEFAULT_MAX_MODEL_LEN = 2048
 
 
 @names_unknown
@@ -156,49 +153,17 @@ class LLM:
         require_devices()
         check_runs_here("implementation", implementation)
         enable_compilation_cache()
-        self._planned: Planned | None = None
-        self._exact: Decoding | None = None  # of requests that `decoding` leaves to it
-        self._beside: LLM | None = None  # which decodes by that, once a request needs it
-        if isinstance(choice, Auto | Routed):
-            if share is not None:
-                has_draft = share.models.proposer is not None
-            else:
-                has_draft = gives_draft(model, draft_model, draft_drop_layers)
-            if isinstance(choice, Routed):
-                choice, *beside = choice.choose(has_draft=has_draft, deterministic_drafts=draft_model == NGRAM)
-                self._exact = beside[0] if beside else None
-                if not has_draft:
-                    logger.warning(
-                        "There is no draft, so the target answers alone; SMC and Rejection need draft_model or "
-                        "draft_drop_layers, and Rejection takes draft_model='ngram' as well."
-                    )
-            elif choice.profile is not None:
-                self._planned = Planned(
-                    choice,
-                    has_draft=has_draft,
-                    max_num_seqs=max_num_seqs,
-                    max_model_len=max_model_len or DEFAULT_MAX_MODEL_LEN,
-                )
-                choice = self._planned.decoding
-            else:
-                choice = choice.choose(has_draft=has_draft, candidates_pay=not on_cpu() and draft_model != NGRAM)
-                logger.info("Decoding by %s.", choice)
-        self.decoding: Decoding = choice
-        drafts = self.decoding.drafts
-        of_drafts = {
-            name: given[name] for name in ("draft_quantization", "draft_drop_layers", "draft_tensor_parallel_size")
-        }
-        if draft_model == NGRAM and drafts:
+        self._beside: LLM | None = None  # which decodes by `_exact`, once a request needs it
+        own_draft = gives_draft(model, draft_model, draft_drop_layers)
+        has_draft = own_draft if share is None else share.models.proposer is not None
+        self.decoding: Decoding
+        self.decoding, self._exact, self._planned = choose(choice, given, has_draft=has_draft)
+        if draft_model == NGRAM and self.decoding.drafts:
             self._accept(NGram())
-            of_drafts["draft_temperature"] = self.decoding.speculation.draft_temperature
-        for name, value in of_drafts.items():
-            if value is not None and (draft_model == NGRAM or not drafts):
-                without = f"draft_model={NGRAM!r}" if drafts else f"{type(self.decoding).__name__}()"
-                raise ValueError(f"{name} is {value!r} and {without} has no draft; omit it.")
+        check_draft_arguments(self.decoding, given)
         require_settings()
-        self._name: str = (
-            share._name if share is not None else "the bundled pair" if model is None else repr(str(model))
-        )
+        own_name = "the bundled pair" if model is None else repr(str(model))
+        self._name: str = own_name if share is None else share._name
         self._closed = False
         self._making = threading.Lock()  # held while the LLM beside this one is made
         self._engine: Engine | None = None
@@ -207,12 +172,7 @@ class LLM:
         self._cancelled: deque[str] = deque()  # requests whose callers have left
         self._implementation: Literal["auto", "triton", "xla"] = implementation
         self._owns_models = share is None
-        # What answers the rest has memory of its own, by its rows.
-        self._of_beside = {name: given[name] for name in OF_ENGINE}
-        if self._exact is not None and (num_pages is None or isinstance(num_pages, float)):
-            share_of_both, rows = num_pages or 1.0, self._exact.rows + self.decoding.rows
-            given["num_pages"] = share_of_both * self.decoding.rows / rows
-            self._of_beside["num_pages"] = share_of_both * self._exact.rows / rows
+        self._of_beside = self._with_memory_divided(given)
         self.max_num_seqs = max_num_seqs
         # Blocks that pages of 16 would cut are cut by 128 as well.
         checked_size = DEFAULT_PAGE_SIZE if page_size is None else page_size
@@ -224,7 +184,7 @@ class LLM:
             disaggregated = two_devices() if overlaps else None
             self.models = load_models(
                 **{name: given[name] for name in OF_LOADING},
-                needs_draft=drafts,
+                needs_draft=self.decoding.drafts,
                 page_size=checked_size,
                 sparse=self.decoding.speculation.sparse,
                 accepts=self._accept,
@@ -250,6 +210,15 @@ class LLM:
         except BaseException:  # whose traceback may be kept, and with it whatever refers to memory of the device
             self.close()
             raise
+
+    def _with_memory_divided(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of an LLM beside this one, for what this one leaves to it: memory is divided by rows."""
+        beside, pages = {name: given[name] for name in OF_ENGINE}, given["num_pages"]
+        if self._exact is not None and (pages is None or isinstance(pages, float)):
+            share_of_both, rows = pages or 1.0, self._exact.rows + self.decoding.rows
+            given["num_pages"] = share_of_both * self.decoding.rows / rows
+            beside["num_pages"] = share_of_both * self._exact.rows / rows
+        return beside
 
     def _set_up(self, given: Mapping[str, Any], automata: Automata | None) -> None:
         """Takes memory for KV and makes the engine, as the arguments that were `given` say."""

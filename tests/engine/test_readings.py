@@ -13,7 +13,7 @@ import pytest
 
 from smcjax import LLM, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.decoders import Decoding
-from smcjax.engine.load import planned
+from smcjax.engine.load import choice
 from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.planner import Planner, Profile, Switch, switch
@@ -112,8 +112,8 @@ class Scripted(Switch):
 def in_turns(base: LLM, choices: tuple[Decoding, ...], where: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """An `LLM` whose cycles have these readings by turns at random."""
     path = profile_of(base, {one: {1: 1.0} for one in choices}, where / "p.json")
-    monkeypatch.setattr(planned, "Switch", Scripted)
-    monkeypatch.setattr(planned, "readings", lambda *_: choices)
+    monkeypatch.setattr(choice, "Switch", Scripted)
+    monkeypatch.setattr(choice, "readings", lambda *_: choices)
     monkeypatch.setattr(Planner, "best", lambda *_: choices[0])
     return LLM(share=base, decoding=Auto(profile=path), **FIELDS)
 

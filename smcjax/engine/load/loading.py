@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -297,95 +298,138 @@ def load_models(
             f"{NGRAM!r}) or draft_drop_layers, or use decoding=Autoregressive(), the target alone."
         )
 
-    devices = 1 if parallel is None else parallel.size
-
-    def as_held(config: ModelConfig) -> ModelConfig:
-        return held_by_one(config, devices)
-
     path = bundled_model("target") if model is None else resolve_model_path(model)
-    tokenizer = Tokenizer.load(path)
-    target = load_config(path)
-    check_pages(target, page_size)
+    target = _Target(path, Tokenizer.load(path), load_config(path), dtype, quantization, parallel)
+    check_pages(target.config, page_size)
     if parallel is not None:
-        check_split(target, devices, "the target", "tensor_parallel_size", quantization=quantization)
+        check_split(target.config, parallel.size, "the target", "tensor_parallel_size", quantization=quantization)
     if sparse is not None:
-        sparse.check(target.selecting.values())
+        sparse.check(target.config.selecting.values())
     if not needs_draft or draft_model == NGRAM:
-        _require_room({"model": (as_held(target), quantization)}, dtype, devices=devices)
-        target, target_params = load_checkpoint(path, dtype, quantization, parallel)
-        proposes = NGram() if needs_draft else None
-        return Models(tokenizer, target, target_params, proposes=proposes, parallel=parallel)
-
-    dropped = tuple(draft_drop_layers or ())
+        target.require_room({})
+        return Models(target.tokenizer, *target.load(), proposes=NGram() if needs_draft else None, parallel=parallel)
     draft_path = bundled_model("draft") if draft_model is None else resolve_model_path(draft_model)
-    if is_eagle(draft_path):
-        of_models = {
-            "draft_quantization": draft_quantization,
-            "draft_drop_layers": draft_drop_layers,
-            "draft_tensor_parallel_size": devices if draft_divided else None,
-        }
-        for name, value in of_models.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} is {value!r} and draft_model is an EAGLE-3 head, which is kept as it is; omit it."
-                )
-        head = load_eagle_config(draft_path, target)
-        accepts(Eagle(head))
-        _require_room({"model": (as_held(target), quantization)}, dtype, head, devices)
-        target, target_params = load_checkpoint(path, dtype, quantization, parallel)
-        head, head_params = load_eagle(draft_path, target, dtype)
-        return Models(
-            tokenizer, target, target_params, draft_params=head_params, proposes=Eagle(head), parallel=parallel
-        )
-    draft_tokenizer = Tokenizer.load(draft_path)
-    whole_draft = load_config(draft_path)
-    check_pages(whole_draft, page_size)
+    if not is_eagle(draft_path):
+        dropped = tuple(draft_drop_layers or ())
+        draft = _Draft(draft_path, load_config(draft_path), dropped, draft_quantization, draft_divided)
+        check_pages(draft.config, page_size)
+        return _with_draft(target, draft, implementation)
+    of_models = {
+        "draft_quantization": draft_quantization,
+        "draft_drop_layers": draft_drop_layers,
+        "draft_tensor_parallel_size": target.devices if draft_divided else None,
+    }
+    for name, value in of_models.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value!r} and draft_model is an EAGLE-3 head, which is kept as it is; omit it."
+            )
+    return _with_head(target, draft_path, accepts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """The target before its weights are read, and how devices will hold them."""
+
+    path: Path
+    tokenizer: Tokenizer | None
+    config: ModelConfig
+    dtype: str
+    quantization: str | None
+    parallel: TensorParallel | None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that hold it together."""
+        return 1 if self.parallel is None else self.parallel.size
+
+    def require_room(self, draft: dict[str, tuple[ModelConfig, str | None]], head: EagleConfig | None = None) -> None:
+        """Raises ValueError where its weights, beside those of a draft or head, exceed a device."""
+        own = {"model": (held_by_one(self.config, self.devices), self.quantization)}
+        _require_room(own | draft, self.dtype, head, self.devices)
+
+    def load(self) -> tuple[ModelConfig, Params]:
+        """Reads the weights; the config then says their dtype."""
+        return load_checkpoint(self.path, self.dtype, self.quantization, self.parallel)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """A draft model before its weights are read; `divided` None: among the target's devices where that is quicker."""
+
+    path: Path
+    config: ModelConfig
+    dropped: tuple[int, ...]
+    quantization: str | None
+    divided: bool | None
+
+
+def _with_head(target: _Target, path: Path, accepts: Callable[[Proposer], None]) -> Models:
+    """Loads the target and an EAGLE-3 head."""
+    head = load_eagle_config(path, target.config)
+    accepts(Eagle(head))
+    target.require_room({}, head)
+    config, params = target.load()
+    head, head_params = load_eagle(path, config, target.dtype)
+    return Models(
+        target.tokenizer, config, params, draft_params=head_params, proposes=Eagle(head), parallel=target.parallel
+    )
+
+
+def _with_draft(target: _Target, draft: _Draft, implementation: str) -> Models:
+    """Loads the target and a draft model, cut to the ids that both have. A draft of the same weights shares them."""
+    tokenizer = Tokenizer.load(draft.path)
     try:
-        dropped_config(whole_draft, dropped)
+        dropped_config(draft.config, draft.dropped)
     except ValueError as error:
         raise ValueError(f"draft_drop_layers: {error}.") from None
-    shared = quantization == draft_quantization and draft_path.resolve() == path.resolve()
-    if shared and parallel is not None and draft_divided is False:
-        raise ValueError(
-            f"draft_tensor_parallel_size is 1 and the draft has the weights of the target, which {devices} devices "
-            "hold together; omit it."
-        )
-    if draft_divided is None and parallel is not None:
-        plain = draft_quantization is None
-        draft_divided = plain and ShardedPrograms(parallel, target).divides(
-            whole_draft, weights_dtype(dtype), implementation
-        )
-    draft_parallel = parallel if draft_divided or shared else None
-    if draft_parallel is not None and not shared:
-        draft_parallel = draft_parallel.by_layers
-    if draft_parallel is not None:
-        option = "draft_tensor_parallel_size"
-        check_split(whole_draft, devices, "the draft", option, quantization=draft_quantization)
-    loaded = {"model": (as_held(target), quantization)}
-    if not shared:
-        held = whole_draft if draft_parallel is None else held_by_one(whole_draft, devices, vocabulary=False)
-        loaded["draft_model"] = held, draft_quantization
-    _require_room(loaded, dtype, devices=devices)
-    target, target_params = load_checkpoint(path, dtype, quantization, parallel)
-    whole_draft, whole_params = (
-        (target, target_params) if shared else load_checkpoint(draft_path, dtype, draft_quantization, draft_parallel)
+    shares = target.quantization == draft.quantization and draft.path.resolve() == target.path.resolve()
+    divisor = _draft_divisor(target, draft, shares, implementation)
+    drafts: dict[str, tuple[ModelConfig, str | None]] = {}
+    if not shares:
+        held = draft.config if divisor is None else held_by_one(draft.config, target.devices, vocabulary=False)
+        drafts["draft_model"] = held, draft.quantization
+    target.require_room(drafts)
+    config, params = target.load()
+    whole, whole_params = (
+        (config, params) if shares else load_checkpoint(draft.path, target.dtype, draft.quantization, divisor)
     )
-    draft, draft_params = drop_layers(whole_draft, whole_params, dropped)
-    size = common_vocabulary(target, draft, tokenizer, draft_tokenizer)
-    target, target_params = _trimmed(target, target_params, size, parallel)
-    draft, draft_params = _trimmed(draft, draft_params, size, draft_parallel)
-    shared_layers = dropped if shared else None
-    divided = draft_parallel is not None
+    draft_config, draft_params = drop_layers(whole, whole_params, draft.dropped)
+    size = common_vocabulary(config, draft_config, target.tokenizer, tokenizer)
+    # In place of the uncut ones, which nothing keeps in memory then.
+    config, params = _trimmed(config, params, size, target.parallel)
+    draft_config, draft_params = _trimmed(draft_config, draft_params, size, divisor)
     return Models(
-        tokenizer,
-        target,
-        target_params,
-        draft,
+        target.tokenizer,
+        config,
+        params,
+        draft_config,
         draft_params,
-        shared_layers,
-        parallel=parallel,
-        draft_divided=divided,
+        shared=draft.dropped if shares else None,
+        parallel=target.parallel,
+        draft_divided=divisor is not None,
     )
+
+
+def _draft_divisor(target: _Target, draft: _Draft, shares: bool, implementation: str) -> TensorParallel | None:
+    """The devices that divide the draft; None: each has all of it, or there is one."""
+    parallel, divided = target.parallel, draft.divided
+    if parallel is None:
+        return None
+    if shares and divided is False:
+        raise ValueError(
+            f"draft_tensor_parallel_size is 1 and the draft has the weights of the target, which {target.devices} "
+            "devices hold together; omit it."
+        )
+    if divided is None:
+        divided = draft.quantization is None and ShardedPrograms(parallel, target.config).divides(
+            draft.config, weights_dtype(target.dtype), implementation
+        )
+    if not (divided or shares):
+        return None
+    option = "draft_tensor_parallel_size"
+    check_split(draft.config, target.devices, "the draft", option, quantization=draft.quantization)
+    return parallel if shares else parallel.by_layers
 
 
 def _trimmed(

@@ -195,13 +195,4 @@ def find_sharing_mosaic(
         interpret=interpret,
         kernel_name="find_sharing",
     )(block_table, lengths, begin)
-    return Sharing(
-        chunks=chunk_tasks,
-        num_chunks=num_chunks,
-        pieces=piece_tasks,
-        num_pieces=num_pieces,
-        rows=rows,
-        queries=queries,
-        chunk=chunk,
-        piece=piece,
-    )
+    return Sharing(chunk_tasks, num_chunks, piece_tasks, num_pieces, rows, queries, chunk, piece)

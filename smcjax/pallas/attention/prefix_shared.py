@@ -402,6 +402,22 @@ def supports_plan(sharing: Sharing, *, columns: int, group: int) -> bool:
     return sharing.num_pieces.shape[1] == parts and (same or parts == 1)
 
 
+def _scratch(tuning: Tuning, sharing: Sharing, group_heads: int, dim: int, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of `_kernel`: a warpgroup's queries and results, the ring of chunks."""
+    halves = (tuning.warpgroups, dim // HALF)
+    return {
+        "warpgroup_smem": plgpu.RefUnion(
+            plgpu.SMEM((*halves, QUERIES // group_heads, group_heads, HALF), dtype, transforms=swizzled()[1:]),
+            plgpu.SMEM((*halves, QUERIES, HALF), dtype, transforms=swizzled()),
+            plgpu.SMEM((tuning.warpgroups, QUERIES, dim), jnp.float16, transforms=swizzled()),
+        ),
+        "ring_smem": plgpu.SMEM((2 * tuning.stages, sharing.chunk, dim), dtype, transforms=swizzled()),
+        "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.warpgroups),
+        "ready": plgpu.Barrier(num_arrivals=sharing.chunk // sharing.piece, num_barriers=2 * tuning.stages),
+        "used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=2 * tuning.stages),
+    }
+
+
 @functools.partial(jax.jit, static_argnames=("interpret", "tuning"))
 def shared_attention_mosaic(
     q: Float[Array, "R T H D"],
@@ -451,18 +467,6 @@ def shared_attention_mosaic(
     pairs = q.reshape(-1, heads, dim)
     if interpret:  # which, unlike the copy engine, gives no zeros for what lies behind the last query
         pairs = jnp.pad(pairs, ((0, size // group_heads), (0, 0), (0, 0)))
-    halves = (tuning.warpgroups, dim // HALF)
-    scratch: dict[str, Any] = {
-        "warpgroup_smem": plgpu.RefUnion(
-            plgpu.SMEM((*halves, QUERIES // group_heads, group_heads, HALF), q.dtype, transforms=swizzled()[1:]),
-            plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=swizzled()),
-            plgpu.SMEM((tuning.warpgroups, QUERIES, dim), jnp.float16, transforms=swizzled()),
-        ),
-        "ring_smem": plgpu.SMEM((2 * tuning.stages, chunk, dim), q.dtype, transforms=swizzled()),
-        "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.warpgroups),
-        "ready": plgpu.Barrier(num_arrivals=chunk // sharing.piece, num_barriers=2 * tuning.stages),
-        "used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=2 * tuning.stages),
-    }
     parts, lse = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -481,20 +485,11 @@ def shared_attention_mosaic(
         grid_names=("group", "head", "share"),
         num_threads=tuning.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=_scratch(tuning, sharing, group_heads, dim, q.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="shared_attention",
-    )(
-        pairs,
-        key_pages,
-        value_pages,
-        sharing.chunks,
-        sharing.pieces,
-        dealt,
-        limits,
-        lengths,
-    )
+    )(pairs, key_pages, value_pages, sharing.chunks, sharing.pieces, dealt, limits, lengths)
     merged = plgpu.kernel(
         functools.partial(_merge_kernel, tuning=tuning),
         out_type=result_type(

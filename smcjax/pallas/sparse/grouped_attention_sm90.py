@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,6 +37,8 @@ from smcjax.pallas.sparse.grouped_shares import LOADERS, MAX_PAIRS, Tuning, defa
 from smcjax.pallas.sparse.query_groups import QueryGroups
 
 MAX_TILES = 8  # of 64 queries, of a group and set
+
+Found = tuple[tuple[Part, ...], jax.Array | None, jax.Array | None]  # by branch; the only one's scores, products
 
 
 def supports(
@@ -143,7 +146,7 @@ def _by_kernels(
     tuning: Tuning | None,
     interpret: Any,
     slots: int | None = None,
-) -> tuple[tuple[Part, ...], jax.Array | None, jax.Array | None]:
+) -> Found:
     """Returns the branches' parts and, if it has so many `slots`, the only branch's scores and products.
 
     A jit of its own, so that a model's layers trace and lower the kernels once.
@@ -158,26 +161,10 @@ def _by_kernels(
     options = {"units": units, "scale": scale, "tuning": tuning, "interpret": interpret, "slots": slots}
     again = functools.partial(_by_kernels, groups=groups, **options)
     if requests > 1 and requests * groups.number * sets > MAX_PAIRS:
-        found = [
-            again(q[of], tuple(_requests(branch, of) for branch in branches))
-            for of in (slice(0, requests // 2), slice(requests // 2, requests))
-        ]
-        found = [(tuple(part._replace(unmerged=None) for part in parts), *rest) for parts, *rest in found]
-        return jax.tree.map(lambda *both: jnp.concatenate(both), *found)
+        return _in_halves(again, q, branches)
     of_set = heads // sets
     if lacking := padded(of_set) - of_set:
-        by_set = jnp.pad(q.reshape(requests, queries, sets, of_set, dim), ((0, 0),) * 3 + ((0, lacking), (0, 0)))
-        parts, scores, products = again(by_set.reshape(requests, queries, -1, dim), branches)
-
-        def cut(x: jax.Array) -> jax.Array:
-            x = x.reshape(*x.shape[:2], sets, of_set + lacking, *x.shape[3:])[:, :, :, :of_set]
-            return x.reshape(*x.shape[:2], heads, *x.shape[4:])
-
-        return (
-            tuple(Part(cut(part.out), cut(part.lse)) for part in parts),
-            None if scores is None else cut(scores),
-            products,
-        )
+        return _with_heads_added(again, q, branches, sets, lacking)
 
     tuning = tuning or default_tuning(dim)
     shape = Shape(
@@ -203,22 +190,6 @@ def _by_kernels(
     ]
     pairs, lines = all_groups * sets, all_groups * sets * len(branches) * shape.lines
     place = (lines + tuning.blocks, tuning.subs, QUERIES)
-    halves = (tuning.subs, dim // HALF)
-    scratch: dict[str, Any] = {
-        "warpgroup_smem": plgpu.RefUnion(
-            plgpu.SMEM((*halves, QUERIES // of_set, of_set, HALF), q.dtype, transforms=swizzled()[1:]),
-            plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=swizzled()),
-            plgpu.SMEM((tuning.subs, QUERIES, dim), jnp.float16, transforms=swizzled()),
-        ),
-        "ring_and_share_smem": plgpu.RefUnion(
-            plgpu.SMEM((2 * tuning.stages, CHUNK, dim), q.dtype, transforms=swizzled()),
-            plgpu.SMEM((scratch_words(pairs),), jnp.int32),
-        ),
-        "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.subs),
-        "ready": plgpu.Barrier(num_arrivals=CHUNK // min(units), num_barriers=2 * tuning.stages),
-        "used": plgpu.Barrier(num_arrivals=shape.together, num_barriers=2 * tuning.stages),
-        "share_read": plgpu.Barrier(num_arrivals=tuning.subs + LOADERS),
-    }
     kept = [] if slots is None else [(all_groups, sets, shape.tiles * QUERIES, slots)]
     shares, sums, notes, *products = plgpu.kernel(
         functools.partial(attend, tuning=tuning, shape=shape, interpret=bool(interpret)),
@@ -232,7 +203,7 @@ def _by_kernels(
         grid_names=("block",),
         num_threads=tuning.subs + LOADERS,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=_scratch(tuning, shape, pairs, dim, q.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="grouped_attention",
@@ -264,6 +235,53 @@ def _by_kernels(
         return parts, None, None
     scores = by_query(products[0], own=False).astype(jnp.float32) / divisor_of(scale, dim)
     return parts, scores, products[0]
+
+
+def _in_halves(again: Callable[..., Found], q: jax.Array, branches: tuple[Branch, ...]) -> Found:
+    """Attends by two launches, each for half of the requests."""
+    half = q.shape[0] // 2
+    found = [
+        again(q[of], tuple(_requests(branch, of) for branch in branches))
+        for of in (slice(0, half), slice(half, q.shape[0]))
+    ]
+    found = [(tuple(part._replace(unmerged=None) for part in parts), s, p) for parts, s, p in found]
+    return jax.tree.map(lambda *both: jnp.concatenate(both), *found)
+
+
+def _with_heads_added(
+    again: Callable[..., Found], q: jax.Array, branches: tuple[Branch, ...], sets: int, lacking: int
+) -> Found:
+    """Attends with so many heads of zeros beside those of each set, [R, M, H, D], and cuts them off the results."""
+    requests, queries, heads, dim = q.shape
+    by_set = jnp.pad(q.reshape(requests, queries, sets, -1, dim), ((0, 0),) * 3 + ((0, lacking), (0, 0)))
+    parts, scores, products = again(by_set.reshape(requests, queries, -1, dim), branches)
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = x.reshape(*x.shape[:2], sets, -1, *x.shape[3:])[:, :, :, :-lacking]
+        return x.reshape(*x.shape[:2], heads, *x.shape[4:])
+
+    own = tuple(Part(cut(part.out), cut(part.lse)) for part in parts)
+    return own, None if scores is None else cut(scores), products
+
+
+def _scratch(tuning: Tuning, shape: Shape, pairs: int, dim: int, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of `attend`: a warpgroup's queries and results, the ring of chunks, the share."""
+    halves, of_set = (tuning.subs, dim // HALF), shape.group_heads
+    return {
+        "warpgroup_smem": plgpu.RefUnion(
+            plgpu.SMEM((*halves, QUERIES // of_set, of_set, HALF), dtype, transforms=swizzled()[1:]),
+            plgpu.SMEM((*halves, QUERIES, HALF), dtype, transforms=swizzled()),
+            plgpu.SMEM((tuning.subs, QUERIES, dim), jnp.float16, transforms=swizzled()),
+        ),
+        "ring_and_share_smem": plgpu.RefUnion(
+            plgpu.SMEM((2 * tuning.stages, CHUNK, dim), dtype, transforms=swizzled()),
+            plgpu.SMEM((scratch_words(pairs),), jnp.int32),
+        ),
+        "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.subs),
+        "ready": plgpu.Barrier(num_arrivals=CHUNK // min(shape.units), num_barriers=2 * tuning.stages),
+        "used": plgpu.Barrier(num_arrivals=shape.together, num_barriers=2 * tuning.stages),
+        "share_read": plgpu.Barrier(num_arrivals=tuning.subs + LOADERS),
+    }
 
 
 def _requests(branch: Branch, of: slice) -> Branch:
