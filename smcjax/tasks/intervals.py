@@ -82,15 +82,22 @@ def clustered_difference_interval(
         raise ValueError(f"a has clusters of {sizes.tolist()} and b of {_sizes(b).tolist()}: need the same problems")
     if sizes.sum() == len(sizes):
         return paired_difference_interval([one for (one,) in a], [one for (one,) in b])
-    more = _right(a) - _right(b)
-    difference = float(more.sum() / sizes.sum())
-    if len(sizes) == 1:
-        return difference, -1.0, 1.0
-    half = _student(len(sizes) - 1) * math.sqrt(_variance(more, sizes))
-    return difference, max(-1.0, difference - half), min(1.0, difference + half)
+    difference, low, high = _mean_interval(_right(a) - _right(b), sizes)
+    return difference, max(-1.0, low), min(1.0, high)
 
 
-def _sizes(clusters: Sequence[Sequence[bool]]) -> np.ndarray:
+def clustered_mean_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """(mean, low, high) of numbers in clusters: Student's interval of the clusters' sums; infinite for one alone."""
+    return _mean_interval(np.array([math.fsum(cluster) for cluster in clusters]), _sizes(clusters))
+
+
+def _mean_interval(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float, float]:
+    mean = float(sums.sum() / sizes.sum())
+    half = _student(len(sizes) - 1) * math.sqrt(_variance(sums, sizes)) if len(sizes) > 1 else math.inf
+    return mean, mean - half, mean + half
+
+
+def _sizes(clusters: Sequence[Sequence[float]]) -> np.ndarray:
     if len(clusters) == 0 or any(len(cluster) == 0 for cluster in clusters):
         raise ValueError("clusters have no outcome: need at least one in each")
     return np.array([len(cluster) for cluster in clusters], float)

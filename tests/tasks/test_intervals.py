@@ -11,6 +11,7 @@ from smcjax.tasks.intervals import (
     Z_95,
     clustered_difference_interval,
     clustered_interval,
+    clustered_mean_interval,
     paired_difference_interval,
     wilson_interval,
 )
@@ -136,6 +137,21 @@ def test_clusters_that_agree_count_as_one_outcome_each() -> None:
     assert clustered_interval([[True, False]])[0] < 0.05, "a cluster alone says little"
     assert clustered_difference_interval([[True, False]], [[True, True]]) == (-0.5, -1.0, 1.0)
     assert clustered_interval([[True, True], [True, True]])[1] == 1.0
+
+
+def test_means_of_clusters_by_hand() -> None:
+    """Sums 2 and 4 of two numbers each: mean 1.5, standard error 0.5; a cluster alone says nothing of others.
+
+    Control: more clusters of the same kind narrow the interval.
+    """
+    mean, low, high = clustered_mean_interval([[0.5, 1.5], [2.5, 1.5]])
+    assert mean == 1.5
+    assert high - mean == pytest.approx(mean - low)
+    narrower = clustered_mean_interval([[0.5, 1.5], [2.5, 1.5]] * 8)
+    assert narrower[0] == 1.5
+    assert narrower[2] - 1.5 == pytest.approx(0.5 / math.sqrt(15) * 2.131, rel=0.01)  # Student's t of 15
+    assert narrower[2] < high
+    assert clustered_mean_interval([[1.0, 3.0]]) == (2.0, -math.inf, math.inf)
 
 
 def test_clusters_that_do_not_match_are_refused() -> None:
