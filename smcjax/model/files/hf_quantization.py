@@ -16,8 +16,8 @@ Which matrices are kept so is seen in the files. Activations are computed in the
 of theirs: that is nearer to the model before it was quantised. Matrices with a scale a row, or one, may stay so
 (`quantization="int8"` or `"float8"`), and others are multiplied out.
 
-The numbers of gptq, awq and compressed-tensors' "pack-quantized" are packed into words
-(`smcjax.model.files.packed`), and always multiplied out.
+The numbers of gptq, awq and compressed-tensors' "…pack-quantized" are packed (`smcjax.model.files.packed`), and always
+multiplied out.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ _METHOD, _FORMAT, _FLOAT_FORMAT = "compressed-tensors", "int-quantized", "float-
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _NO_SAY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # how scales were found; how files keep them
 _PACKED_FORMAT, _PACKED_BITS = "pack-quantized", (2, 4, 8)
+_FLOAT4_FORMATS: dict[str, dict[str, Any]] = {  # how their "weights" say that a group has one scale
+    "nvfp4-pack-quantized": {"strategy": "tensor_group", "group_size": 16},
+    "mxfp4-pack-quantized": {"strategy": "group", "group_size": 32},
+}
 _READ = (
     "of quantised weights only int8 by channel of compressed-tensors (int-quantized), float8 (float-quantized, fp8, "
-    "fbgemm_fp8) and numbers of 2, 4 or 8 bits (gptq, awq in the version gemm, pack-quantized) are read, beside "
-    "nothing else that is quantised; use such a checkpoint or the original one"
+    "fbgemm_fp8) and numbers of 2, 4 or 8 bits (gptq, awq in the version gemm, pack-quantized, nvfp4-pack-quantized, "
+    "mxfp4-pack-quantized) are read, beside nothing else that is quantised; use such a checkpoint or the original one"
 )
 # Keys of gptq and awq that say how numbers were found, or how another library computes with them.
 _PROVENANCE = """
@@ -86,7 +90,7 @@ class Packing:
     """How a directory packs its quantised matrices (`smcjax.model.files.packed`).
 
     Attributes:
-        format: "GPTQ", "AWQ" or "pack-quantized".
+        format: "GPTQ", "AWQ", or compressed-tensors' name.
         bits: of a number: 2, 4 or 8.
         group: how many inputs of a row have one scale; None: all.
         permuted: whether a tensor says which group each input belongs to. Otherwise neighbours belong together.
@@ -104,7 +108,7 @@ class Packing:
 
 def is_of_activations(name: str) -> bool:
     """True for tensors that say how activations were quantised, which are not read."""
-    return name.endswith((".input_scale", ".input_scale_ub", ".input_zero_point"))
+    return name.endswith((".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"))
 
 
 def storage(keys: HFKeys) -> Storage | Packing | None:
@@ -184,7 +188,7 @@ def _group(keys: HFKeys) -> int | None:
 
 def _compressed_tensors(outer: HFKeys) -> Storage | Packing:
     kind = outer.raw("format")
-    if kind not in (_FLOAT_FORMAT, _PACKED_FORMAT):
+    if kind not in (_FLOAT_FORMAT, _PACKED_FORMAT, *_FLOAT4_FORMATS):
         kind = _FORMAT
     _require(outer, {"quant_method": _METHOD, "format": kind})
     _refuse(outer, "kv_cache_scheme", "sparsity_config", "transform_config")
@@ -203,7 +207,10 @@ def _compressed_tensors(outer: HFKeys) -> Storage | Packing:
         if group.raw("format", kind) != kind:
             raise group.refusal("format", _READ)
         weights = group.inner("weights")
-        found.add(_packed(weights) if kind == _PACKED_FORMAT else _weights(weights, kind == _FLOAT_FORMAT))
+        if kind in _FLOAT4_FORMATS:
+            found.add(_float4(weights, kind))
+        else:
+            found.add(_packed(weights) if kind == _PACKED_FORMAT else _weights(weights, kind == _FLOAT_FORMAT))
         group.refuse_unknown()
     if len(found) > 1:
         raise outer.refusal("config_groups", _READ)
@@ -252,6 +259,16 @@ def _packed(keys: HFKeys) -> Packing:
     _skip(keys, "group_size", *_NO_SAY)
     keys.refuse_unknown()
     return Packing(_PACKED_FORMAT, bits, group, permuted=order in ("group", "dynamic"), zeros=zeros)
+
+
+def _float4(keys: HFKeys, kind: str) -> Packing:
+    """The packing of four-bit floats, after their "weights" have been found to be what the format's name says."""
+    wanted = _FLOAT4_FORMATS[kind]
+    _require(keys, {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, **wanted})
+    _refuse(keys, "actorder", "block_structure")
+    _skip(keys, *_NO_SAY)
+    keys.refuse_unknown()
+    return Packing(kind, 4, wanted["group_size"], zeros=False)
 
 
 def _block(keys: HFKeys, name: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hf_oracle import make_config, oracle_logits, random_weights
@@ -370,6 +371,88 @@ def test_layers_of_a_shape_share_programs(tmp_path: Path) -> None:
         jax.monitoring.unregister_event_duration_listener(count)
 
 
+def float4(kind: str, **changes: Any) -> dict[str, Any]:
+    """A quantization_config of four-bit floats as compressed-tensors writes it, activations in four bits too."""
+    grouped = (
+        {"strategy": "tensor_group", "group_size": 16} if kind == "nvfp4" else {"strategy": "group", "group_size": 32}
+    )
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "actorder": None, **grouped}
+    group = {
+        **{"format": f"{kind}-pack-quantized", "input_activations": {**weights, "dynamic": "local"}},
+        **{"output_activations": None, "targets": ["Linear"], "weights": {**weights, "observer": "minmax", **changes}},
+    }
+    return {
+        **{"quant_method": "compressed-tensors", "format": f"{kind}-pack-quantized", "ignore": ["lm_head"]},
+        **{"config_groups": {"group_0": group}, "quantization_status": "compressed"},
+    }
+
+
+E2M1 = {"0000": 0.0, "0001": 0.5, "0010": 1.0, "0011": 1.5, "0100": 2.0, "0101": 3.0, "0110": 4.0, "0111": 6.0}
+
+
+def write_float4(directory: Path, kind: str, **changes: np.ndarray) -> Tensors:
+    """A directory of four-bit floats, random bits and scales; the weights that it means, in float32."""
+    rng, size = np.random.default_rng(5), 16 if kind == "nvfp4" else 32
+    stored, meant = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for key, value in random_weights(RAW).items():
+        if not key.endswith("_proj.weight"):
+            stored[key] = meant[key] = value
+            continue
+        outputs, inputs = value.shape
+        bits = rng.integers(0, 16, value.shape, np.uint8)
+        numbers = np.vectorize(lambda b: E2M1[f"{b & 7:04b}"] * (-1 if b & 8 else 1))(bits)
+        if kind == "nvfp4":
+            scale = rng.uniform(1, 400, (outputs, inputs // size)).astype(ml_dtypes.float8_e4m3fn)
+            stored[f"{key}_global_scale"] = np.array([1500.0], np.float32)
+            stored[key.replace("weight", "input_global_scale")] = np.ones(1, np.float32)
+            wide = scale.astype(np.float32) / np.float32(1500)
+        else:
+            scale = rng.integers(118, 126, (outputs, inputs // size), np.uint8)
+            wide = np.float32(2) ** (scale.astype(np.float32) - 127)
+        stored[f"{key}_packed"] = (bits[:, ::2] + 16 * bits[:, 1::2]).astype(np.uint8)
+        stored[f"{key}_scale"] = scale
+        meant[key] = numbers.astype(np.float32) * np.repeat(wide, size, axis=1)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**RAW, "quantization_config": float4(kind)}))
+    save_file({**stored, **changes}, directory / "model.safetensors")
+    return meant
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_four_bit_floats_mean_what_their_format_says(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit by bit; control: halves of bytes in the other order are other weights."""
+    meant = write_float4(tmp_path, kind)
+    monkeypatch.setattr(checkpoint, "_ROWS", 10)
+    params = load_checkpoint(tmp_path, "float32")[1]
+    for found, part in ((params.layers[0].o, "self_attn.o"), (params.layers[0].down, "mlp.down")):
+        wanted = meant[f"model.layers.0.{part}_proj.weight"]
+        np.testing.assert_array_equal(found, wanted)
+        swapped = wanted.reshape(len(wanted), -1, 2)[..., ::-1].reshape(wanted.shape)
+        assert not np.array_equal(found, swapped)
+    caplog.clear()
+    rounded = load_checkpoint(tmp_path, "float32", quantization="float8")[1]
+    chex.assert_trees_all_equal(rounded, quantize_params(params, QUANTIZATIONS["float8"]), strict=True)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert f"matrices in {kind}-pack-quantized of 4 bits are rounded to eight bits (float8" in line
+
+
+def test_bad_four_bit_floats(tmp_path: Path) -> None:
+    name = Q_PROJ + "weight"
+    nan = np.full((64, 2), 255, np.uint8)
+    for kind, changes, words in (
+        ("mxfp4", {f"{name}_scale": nan}, "has nan in row 0"),
+        ("nvfp4", {f"{name}_global_scale": np.ones(2, np.float32)}, r"is \[2\] instead of \[1\]"),
+        ("nvfp4", {f"{name}_global_scale": np.zeros(1, np.float32)}, "has (nan|inf|-inf) in row 0"),
+        ("nvfp4", {f"{name}_packed": np.zeros((64, 32), np.int32)}, "has dtype I32, but only U8"),
+        ("nvfp4", {f"{name}_scale": np.ones((64, 4), np.float32)}, "has dtype F32, but only F8_E4M3"),
+    ):
+        write_float4(tmp_path, kind, **changes)
+        with pytest.raises(CheckpointError, match=words):
+            load_checkpoint(tmp_path)
+
+
 def change(part: str, to: Callable[[np.ndarray], np.ndarray] | None) -> Callable[[Tensors], Tensors]:
     def changed(stored: Tensors) -> Tensors:
         kept = {key: value for key, value in stored.items() if key != Q_PROJ + part}
@@ -449,6 +532,9 @@ OTHER: list[tuple[dict[str, Any], str]] = [
     (compressed(strategy="tensor"), "weights.strategy is 'tensor'"),
     (compressed(group_size=None), "weights.group_size is None"),
     (compressed(actorder="backwards"), "weights.actorder is 'backwards'"),
+    (float4("nvfp4", group_size=32), "weights.group_size is 32"),
+    (float4("mxfp4", num_bits=8), "weights.num_bits is 8"),
+    (float4("int3"), "quantization_config.format is 'int3-pack-quantized'"),
     ({"quant_method": "mxfp4"}, "quantization_config.quant_method is 'mxfp4'"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantization_config.quant_method is 'bitsandbytes'"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantization_config.quant_method is 'modelopt'"),
