@@ -38,9 +38,9 @@ _FLOAT4_FORMATS: dict[str, dict[str, Any]] = {  # how their "weights" say that a
     "mxfp4-pack-quantized": {"strategy": "group", "group_size": 32},
 }
 _READ = (
-    "of quantised weights only int8 by channel of compressed-tensors (int-quantized), float8 (float-quantized, fp8, "
-    "fbgemm_fp8) and numbers of 2, 4 or 8 bits (gptq, awq in the version gemm, pack-quantized, nvfp4-pack-quantized, "
-    "mxfp4-pack-quantized) are read, beside nothing else that is quantised; use such a checkpoint or the original one"
+    "of quantised weights only int8 by channel (int-quantized), float8 (float-quantized, fp8, fbgemm_fp8), 2, 4 or 8 "
+    "bits (gptq, awq's gemm, pack-quantized) and float4 (nvfp4-, mxfp4-pack-quantized) are read, with nothing else "
+    "quantised; use such a checkpoint or the original one"
 )
 # Keys of gptq and awq that say how numbers were found, or how another library computes with them.
 _PROVENANCE = """
