@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from smcjax import Judge
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RIGHT = "#### 5"
 
@@ -49,10 +51,25 @@ def test_evidence_compares_two_models(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_a_verifier_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five shares of right answers; the verifier sees what is wrong and nothing else."""
-    monkeypatch.setattr(sys, "argv", ["steer.py", "4", "4"])
-    assert len(re.findall(r"^ *\d+\.\d%  ", printed("steer", capsys), re.MULTILINE)) == 5
-    verify = runpy.run_path(str(EXAMPLES / "steer.py"))["verify"]
+def test_a_verifier_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Four shares of right answers, and a picture; the verifier sees what is wrong and nothing else."""
+    monkeypatch.setattr(sys, "argv", ["verifier.py", "3", "2", "1.8", str(tmp_path / "verifier.svg")])
+    assert len(re.findall(r"^N = 2: +\d+\.\d% \(", printed("verifier", capsys), re.MULTILINE)) == 4
+    assert "best of N by the verifier" in (tmp_path / "verifier.svg").read_text()
+    verify = runpy.run_path(str(EXAMPLES / "verifier.py"))["verify"]
     texts = ["", "Tom has 12 - 7 = 5 apples", "Tom has 12 - 7 = 6 apples\nThat makes 3 * 4 = 13", "7 / 0 = 1"]
     assert verify("", texts) == [0, 0, -8, -4]
+
+
+@pytest.mark.slow
+def test_a_judge_steers_a_style(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Verdicts at three exponents, and a picture; the judge tells praise from blame."""
+    monkeypatch.setattr(sys, "argv", ["style.py", "2", "2", "4", str(tmp_path / "style.svg")])
+    found = re.findall(r"^exponent (\d): [-+]\d+\.\d\d ± ", printed("style", capsys), re.MULTILINE)
+    assert found == ["0", "1", "4"]
+    assert "<svg" in (tmp_path / "style.svg").read_text()
+    judge = Judge("smollm2", runpy.run_path(str(EXAMPLES / "style.py"))["ASK"], verdicts=(" good", " bad"))
+    praise, blame = judge("The film was", [" wonderful, and I loved it.", " terrible, and I hated it."])
+    assert praise > blame + 1
