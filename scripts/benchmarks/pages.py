@@ -108,6 +108,25 @@ def dated(made: Record) -> str:
     return f"{plain(made)}\n\n{run_of(made)}"
 
 
+def eight_bits(compared: Record, judged: Record) -> str:
+    """Laws and accuracies of `bench_eight_bits.py`: a row a model or decoder, a column a kind of weights."""
+
+    def rows(made: Record, of: str, cell: Callable[[Record], str]) -> str:
+        kinds = list(dict.fromkeys(row["weights"] for row in made["rows"]))
+        names = list(dict.fromkeys(row[of] for row in made["rows"]))
+        cells = {(row[of], row["weights"]): cell(row) for row in made["rows"]}
+        return table([of, *kinds], [(name, *(cells.get((name, kind), "–") for kind in kinds)) for name in names])
+
+    def law(row: Record) -> str:
+        return f"{row['kl']:.2g} ({share(row['agreement'])})"
+
+    def accuracy(row: Record) -> str:
+        return f"{share(row['accuracy'])} ({100 * row['ci_low']:.1f} to {100 * row['ci_high']:.1f})"
+
+    parts = [rows(compared, "model", law), run_of(compared), rows(judged, "decoder", accuracy), run_of(judged)]
+    return "\n\n".join(parts)
+
+
 def rivals(published: Record) -> str:
     """Published speeds beside ours, and the memory's bandwidth that they come to by the bytes that a token needs."""
     rows = []
@@ -142,6 +161,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "decoders": decoders,
     "plain": plain,
     "dated": dated,
+    "eight_bits": eight_bits,
     "rivals": rivals,
 }
 
