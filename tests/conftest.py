@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ os.environ.setdefault("NPROC", "16")
 # No test asks the hub; those of downloads ask a server of their own, in a process of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Processes that tests start, pytest's workers among them, read modules as users' do: compiled once. Where Python is
-# told to write none (many containers tell it), each would compile those of JAX anew: two thirds of its start.
+# This process and those that tests start, pytest's workers among them, read modules as users' do: compiled once. Where
+# Python is told to write none (many containers tell it), each would compile JAX's anew: two thirds of its start.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache" / "modules"))
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
 
 # Most of the time of all tests is XLA's compiler, for hundreds of small programs that run few times. On a CPU its older
 # emitters of fusions compile a cycle of a tiny pair in a third of the time that those take which are MLIR pipelines.
@@ -91,8 +93,7 @@ def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """A file's compiled programs go with it: each takes memory maps, and without them Linux stops a process.
 
-    Engines that live as long as the session say their sizes themselves: whether they are made within this fixture or
-    before it depends on which test asks for them first.
+    Engines that live as long as the session say their sizes themselves: one that a file makes may serve another file.
     """
     marked = {mark.name for mark in request.node.iter_markers()}
     leave_llvm_passes_out("llvm_passes" not in marked)

@@ -19,6 +19,7 @@ init = jax.jit(smc.init, static_argnames=("program", "num_pages"))
 step = jax.jit(smc.step, static_argnames="program")
 run = jax.jit(smc.run, static_argnames=("program", "num_cycles"))
 select = jax.jit(smc.select, static_argnames="program")
+release = jax.jit(smc.State.release)
 
 
 def tiny_config(vocab_size: int = 5, **changes: Any) -> ModelConfig:

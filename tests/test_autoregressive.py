@@ -60,7 +60,7 @@ def decode(
         state, info = step(program, params, state)
         assert_pages_sound(state.sequences.block_table, state.memory.pool)
         np.testing.assert_array_equal(info.done, ~state.running)
-    ended, memory = autoregressive.conclude(program, state)
+    ended, memory = jax.jit(autoregressive.conclude, static_argnames="program")(program, state)
     assert (memory.pool.refcount == 0).all()
     np.testing.assert_array_equal(ended.length[:, 0], state.sequences.length)
     return state

@@ -133,6 +133,7 @@ def test_keys_of_another_kind_are_refused() -> None:
         gumbels(jax.random.key(0, impl="rbg"), (3,))
 
 
+@pytest.mark.slow
 def test_65_535_tokens_of_a_small_share_are_drawn_as_often_as_they_should() -> None:
     """One logit of 17 and all others 0: 64.9 of 24,000 draws are due to those. Noise of 23 bits gave them 14.
 

@@ -300,6 +300,7 @@ def test_measured_selections_are_those_of_verification() -> None:
 TREE = DraftTree.of((2, 2))  # 0 → 1, 2; 1 → 3, 4; 2 → 5, 6
 
 
+@pytest.mark.slow
 def test_nodes_select_as_their_paths_would() -> None:
     """Each of a tree's nodes has the sets of the same position in a text that goes along its path.
 
@@ -336,6 +337,7 @@ def test_what_groups_of_nodes_load() -> None:
     assert "| 7 nodes, 2 deep | 4 | 0.57 | 0.29 | 0.57 |" in measure.trees_table(sums, [TREE])
 
 
+@pytest.mark.slow
 def test_sets_of_consecutive_layers() -> None:
     """A query's set beside the same query's in the next layer, as counted one by one; trees are counted beside."""
     tokens = np.random.default_rng(0).integers(0, 7, BEGIN + QUERIES + 1).astype(np.int32)

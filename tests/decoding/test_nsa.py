@@ -111,7 +111,7 @@ def finished(
         assert_pages_sound(state.sequences.block_table, state.memory.pool)
         infos.append(info)
     assert not state.failed.any()
-    _, memory = module.conclude(program, state)
+    _, memory = jax.jit(module.conclude, static_argnames="program")(program, state)
     assert (np.asarray(memory.pool.refcount) == 0).all()
     return state, infos
 
@@ -181,6 +181,7 @@ def check_smc(draft: ModelConfig, page_size: int, target: ModelConfig = TARGET, 
         np.testing.assert_allclose(state.log_weight[group], [row.log_weight for row in result.rows], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft", "page_size"), [(DENSE_DRAFT, 4), (NSA_DRAFT, 1), (NSA_DRAFT, 16)], ids=str_of)
 def test_smc_equals_plain_python(draft: ModelConfig, page_size: int) -> None:
     """Forks and resampling give every row the keys that it would have alone."""

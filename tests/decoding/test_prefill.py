@@ -24,6 +24,7 @@ from tests.helpers import Ask, assert_pages_sound, batch, noisy_params, tiny_con
 MAX_LEN = 24
 _chunk = jax.jit(prefill_chunk, static_argnums=(0, 5))
 _dense = jax.jit(logits, static_argnums=0)
+_admit, _unembed = jax.jit(admit, static_argnums=0), jax.jit(unembed)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "mha": {"num_kv_heads": 2},
@@ -43,12 +44,12 @@ def paged_logits(config: ModelConfig, params: Any, prompts: list[list[int]], chu
     # Stale slots hold whatever the last request left: here NaN.
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory.target)
     padded, requests = batch([Ask(tuple(p)) for p in prompts], config.vocab_size, MAX_LEN)
-    pool, sequences = admit(program, memory.pool, padded, requests, jnp.ones(len(prompts), bool))
+    pool, sequences = _admit(program, memory.pool, padded, requests, jnp.ones(len(prompts), bool))
     assert_pages_sound(sequences.block_table, pool)
     hidden = jnp.full((len(prompts), config.hidden_size), jnp.nan)
     for start in range(0, padded.shape[1], chunk):
         cache, hidden, _ = _chunk(config, params, cache, sequences, jnp.asarray(start), chunk, hidden)
-    return np.asarray(unembed(params, hidden))
+    return np.asarray(_unembed(params, hidden))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -216,6 +216,7 @@ def test_control_a_mask_that_names_all_queries_is_seen(patch_programs: Any) -> N
     assert np.abs(got - scored(None)).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_shared_blocks_are_strict_for_single_queries_alone() -> None:
     """A group of one is strict; control: groups of four are not."""
     want = scored(None)

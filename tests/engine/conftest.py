@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive
 from tests.checkpoints import Pair, write_pair
-from tests.sizes import all_sizes
+from tests.sizes import all_sizes, one_size
 
 MAX_MODEL_LEN = 48
 
@@ -31,19 +33,36 @@ def smc_llm(pair: Pair, smc: dict[str, Any] | None = None, **changes: Any) -> LL
     return LLM(**llm_arguments(pair, **{"decoding": decoding, **changes}))
 
 
-@pytest.fixture(scope="session")
-def llm(pair: Pair) -> Iterator[LLM]:
-    """N = 4, K = 3, no control, four requests at a time."""
-    with all_sizes():
-        llm = smc_llm(pair)
-    with llm:
-        yield llm
+Make = Callable[[str, bool], LLM]
 
 
 @pytest.fixture(scope="session")
-def plain(pair: Pair) -> Iterator[LLM]:
-    """The target alone, two requests at a time."""
-    with all_sizes():
-        llm = LLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2, page_size=4)
-    with llm:
-        yield llm
+def _shared(pair: Pair) -> Iterator[Make]:
+    """The `LLM` of a name, with programs of all sizes or of one, which lives as long as the session."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def made(name: str, all_of_them: bool) -> LLM:
+            with all_sizes() if all_of_them else one_size():
+                if name == "llm":
+                    return stack.enter_context(smc_llm(pair))
+                changes = {"draft_model": None, "decoding": Autoregressive(), "max_num_seqs": 2}
+                return stack.enter_context(LLM(**llm_arguments(pair, **changes)))
+
+        yield made
+
+
+def _sized(request: pytest.FixtureRequest) -> bool:
+    return request.node.get_closest_marker("all_sizes") is not None
+
+
+@pytest.fixture(scope="module")
+def llm(_shared: Make, request: pytest.FixtureRequest) -> LLM:
+    """N = 4, K = 3, no control, four requests at a time; the session's, of the sizes that the file has."""
+    return _shared("llm", _sized(request))
+
+
+@pytest.fixture(scope="module")
+def plain(_shared: Make, request: pytest.FixtureRequest) -> LLM:
+    """The target alone, two requests at a time; the session's, of the sizes that the file has."""
+    return _shared("plain", _sized(request))

@@ -60,6 +60,7 @@ def test_greedy_tokens_are_those_of_the_adjusted_logits(plain: LLM, rejecting: L
             assert adjusted(llm, output, GREEDY).argmax(-1).tolist() != answer.token_ids, "control"
 
 
+@pytest.mark.slow
 def test_neighbours_and_lanes_change_nothing(rejecting: LLM) -> None:
     """Requests with and without come and go one by one, through batches of every size."""
     sampled = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True)

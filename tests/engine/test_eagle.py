@@ -60,6 +60,7 @@ def test_greedy_tokens_are_the_targets(llm: LLM) -> None:
     assert tokens(answers(llm, prompts, temperature=0.0)) == want
 
 
+@pytest.mark.slow
 def test_cached_beginnings_and_preemption_change_no_token(llm: LLM) -> None:
     """One by one over cached pages, as two at a time without any, where one has to give its pages up."""
     cached = [answers(llm, [prompt])[0] for prompt in PROMPTS]

@@ -21,7 +21,7 @@ from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.helpers import assert_pages_sound
 
-pytestmark = [pytest.mark.all_sizes, pytest.mark.compiled_at_once]
+pytestmark = pytest.mark.all_sizes
 
 TIGHT = 25  # pages: two of the largest requests
 

@@ -171,6 +171,7 @@ def test_a_stream_brings_the_prompts_scores_once_with_its_first_chunk(plain: LLM
     assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
 
 
+@pytest.mark.slow
 def test_in_any_company(plain: LLM) -> None:
     """Beside requests that ask for nothing, for fewer or for more; and these get nothing that they did not ask for."""
     asked = [PARAMS, dataclasses.replace(PARAMS, logprobs=None), dataclasses.replace(PARAMS, logprobs=1, seed=9)]

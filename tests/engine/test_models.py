@@ -176,6 +176,7 @@ def test_a_draft_made_of_its_target_shares_what_is_kept_alike(
         assert llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids == answer
 
 
+@pytest.mark.slow
 def test_an_olmo_2_pair_answers_as_its_target_alone(tmp_path: Path) -> None:
     """Greedily by exact rejection; and SMC whose draft is the target's double finds no weight to correct."""
     layer = LayerSpec(qk_norm="all", pre_norms=False, post_norms=True)

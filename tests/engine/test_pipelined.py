@@ -72,6 +72,7 @@ def test_few_pages_and_another_order_change_nothing(pipelined: LLM, answers: lis
     assert sum(output.metrics.preemptions for output, *_ in done.values()) > 0
 
 
+@pytest.mark.slow
 def test_log_probabilities_and_forms(pipelined: LLM) -> None:
     """Log p_T of each token is the target's, also within a form."""
     asked = SamplingParams(seed=3, max_tokens=12, logprobs=2, response_format=FORM)

@@ -91,6 +91,7 @@ def safe(engine: Engine, others: jax.Array) -> None:
     assert free >= scheduler._pages - len(scheduler.cache) - ceiling
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     pages=st.integers(WORST, 2 * WORST),

@@ -12,6 +12,8 @@ from smcjax.engine.schedule.page_budget import Footprint
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
+pytestmark = pytest.mark.all_sizes
+
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("a", {"seed": 1, "max_tokens": 20}),
     ("hello", {"seed": 2, "max_tokens": 7, "temperature": 0.5}),

@@ -85,6 +85,7 @@ def test_a_first_token_that_stops_ends_the_work_after_two_cycles(which: str, req
             assert output.metrics.cycles == 2
 
 
+@pytest.mark.slow
 def test_the_same_after_preemptions(pair: Pair, llm: LLM) -> None:
     prompts, params = ["ab" * 3] * 6, [ask(number) for number in range(6)]
     alone = [fingerprint(generate(llm, prompt, one)[0]) for prompt, one in zip(prompts, params, strict=True)]

@@ -137,6 +137,7 @@ def test_a_wait_for_a_slow_function_does_not_spin() -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_plain_requests_beside_it_are_as_without(steered: LLM) -> None:
     plain = [ask(i, control=0.3) for i in range(3)]
     wanted = [fingerprint(generate(steered, prompt, one)[0]) for prompt, one in zip(PROMPTS, plain, strict=False)]
@@ -302,6 +303,7 @@ def test_stop_strings_cut_what_is_asked(steered: LLM) -> None:
     assert not [text for _, text in asked.asked if "i" in text or "o" in text]
 
 
+@pytest.mark.slow
 def test_forms_and_potentials(steered: LLM) -> None:
     form = {"type": "regex", "regex": "[a-f]{2,9}"}
     outputs = generate(steered, ["ab"] * 3, [ask(i, STEERED, response_format=form, ignore_eos=False) for i in range(3)])

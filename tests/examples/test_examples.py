@@ -30,6 +30,7 @@ def test_generate_prints_the_whole_population(capsys: pytest.CaptureFixture[str]
     assert RIGHT in out.partition("%")[0]
 
 
+@pytest.mark.slow
 def test_stream_prints_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed("stream", capsys).strip().endswith("#### 16")
 
@@ -39,10 +40,12 @@ def test_a_server_is_asked_by_the_official_client(capsys: pytest.CaptureFixture[
     assert RIGHT in printed("serve_and_ask", capsys)
 
 
+@pytest.mark.slow
 def test_a_rule_of_ones_own_is_proved_and_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert RIGHT in printed("own_acceptance", capsys)
 
 
+@pytest.mark.slow
 def test_evidence_compares_two_models(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed("evidence", capsys)
     large, small, factor = (float(found) for found in re.findall(r"-?\d+\.\d+", out))

@@ -36,6 +36,7 @@ GROUPS, FAN_OUT, CAPACITY, WIDTH = 2, 3, 23, 4
 ROWS = GROUPS * FAN_OUT
 
 _allocate, _rebind, _release = jax.jit(allocate), jax.jit(rebind), jax.jit(release)
+_keep, _drop = jax.jit(keep), jax.jit(drop)
 _make_room = jax.jit(make_room, static_argnames=("page_size", "max_width", "group"))
 
 
@@ -211,12 +212,12 @@ def test_copy_pages_copies_every_array_and_nothing_else(page_size: int) -> None:
 def test_a_page_that_a_row_at_rest_names_is_kept_by_nobody_else() -> None:
     """Rows 1 and 2 go on, row 0 has finished: its page stays as it is, and both others get copies."""
     pool = PagePool.create(5)
-    pool, page = allocate(pool, jnp.asarray([True]))
+    pool, page = _allocate(pool, jnp.asarray([True]))
     table = jnp.tile(page, (3, 1))
-    pool = rebind(pool, jnp.zeros_like(table).at[0, 0].set(page[0]), table)
+    pool = _rebind(pool, jnp.zeros_like(table).at[0, 0].set(page[0]), table)
     where = functools.partial(jnp.full, (3,))
     live = jnp.asarray([False, True, True])
-    room: Any = make_room(pool, table, where(1), where(2), live, page_size=4, max_width=2, group=len(table))
+    room: Any = _make_room(pool, table, where(1), where(2), live, page_size=4, max_width=2, group=len(table))
     assert room.copy_from.tolist() == [TRASH, int(page[0]), int(page[0])]
     assert len(set(room.block_table[:, 0].tolist())) == 3
     assert_pages_sound(room.block_table, room.pool)
@@ -237,11 +238,11 @@ def test_page_of_clips() -> None:
 def test_two_sharers_take_turns_with_one_spare_page() -> None:
     """One of two rows that share their part-filled page keeps it, so they need one page more, not two."""
     pool = PagePool.create(3)
-    pool, page = allocate(pool, jnp.asarray([True]))
+    pool, page = _allocate(pool, jnp.asarray([True]))
     table = jnp.tile(page, (2, 1))
-    pool = rebind(pool, jnp.asarray([[int(page[0])], [TRASH]]), table)
+    pool = _rebind(pool, jnp.asarray([[int(page[0])], [TRASH]]), table)
     where = functools.partial(jnp.full, (2,))
-    room: Any = make_room(pool, table, where(1), where(2), where(True), page_size=4, max_width=2, group=len(table))
+    room: Any = _make_room(pool, table, where(1), where(2), where(True), page_size=4, max_width=2, group=len(table))
     assert sorted(room.block_table[:, 0].tolist()) == [1, 2]
     assert room.copy_from.tolist() == [TRASH, int(page[0])]
     assert room.copy_to.tolist() == [TRASH, int(room.block_table[1, 0])]
@@ -253,14 +254,14 @@ def test_a_fan_out_by_offspring_is_a_rebinding_to_the_ancestors_tables(seed: int
     rng = np.random.default_rng(seed)
     rows, width, num_pages = 6, 4, 40
     pool = PagePool.create(num_pages)
-    pool, table = allocate(pool, jnp.asarray(rng.random((rows, width)) < 0.8))
+    pool, table = _allocate(pool, jnp.asarray(rng.random((rows, width)) < 0.8))
     table = table.at[1].set(table[0])  # two rows that share
-    pool = rebind(pool, jnp.zeros_like(table), table)
-    pool = release(pool, table.at[1].set(TRASH))  # the references of `allocate`; row 1's were never counted there
+    pool = _rebind(pool, jnp.zeros_like(table), table)
+    pool = _release(pool, table.at[1].set(TRASH))  # the references of `allocate`; row 1's were never counted there
     ancestors = rng.integers(0, rows, rows)
     new = table[ancestors]
     ours = fan_out(pool, table, jnp.asarray(np.bincount(ancestors, minlength=rows)))
-    theirs = rebind(pool, table, new)
+    theirs = _rebind(pool, table, new)
     np.testing.assert_array_equal(ours.refcount, theirs.refcount)
     assert int(ours.num_free) == int(theirs.num_free)
     free = int(ours.num_free)
@@ -271,7 +272,7 @@ def test_a_fan_out_by_offspring_is_a_rebinding_to_the_ancestors_tables(seed: int
 def test_allocation_is_in_order_however_many_ask(size: int) -> None:
     """Few entries are counted by comparing pairs, many by a scan."""
     needed = np.random.default_rng(size).random(size) < 0.5
-    pool, pages = allocate(PagePool.create(size + 1), jnp.asarray(needed))
+    pool, pages = _allocate(PagePool.create(size + 1), jnp.asarray(needed))
     assert pages[needed].tolist() == list(range(1, 1 + needed.sum()))
     assert (np.asarray(pages)[~needed] == TRASH).all()
     assert int(pool.num_free) == size - needed.sum()
@@ -279,19 +280,19 @@ def test_allocation_is_in_order_however_many_ask(size: int) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=4, unique=True)), max_size=8))
 def test_cache_slots_hold_references_of_their_own(history: list[tuple[bool, list[int]]]) -> None:
-    pool, pages = allocate(PagePool.create(8), jnp.ones(6, bool))
+    pool, pages = _allocate(PagePool.create(8), jnp.ones(6, bool))
     cached, kept = jnp.zeros(6, jnp.int32), set()
     for adds, slots in history:
         if adds:
             fresh = [slot for slot in slots if slot not in kept]
             padded = jnp.asarray([*fresh, *[6] * (4 - len(fresh))])  # 6: no slot
-            pool, cached = keep(pool, cached, padded, pages[padded % 6])
+            pool, cached = _keep(pool, cached, padded, pages[padded % 6])
             kept |= set(fresh)
         else:
-            pool, cached = drop(pool, cached, jnp.isin(jnp.arange(6), jnp.asarray(slots, jnp.int32)))
+            pool, cached = _drop(pool, cached, jnp.isin(jnp.arange(6), jnp.asarray(slots, jnp.int32)))
             kept -= set(slots)
         assert_pages_sound(jnp.concatenate([pages, cached]), pool)
         assert [slot for slot in range(6) if cached[slot] == pages[slot]] == sorted(kept)
-    pool = release(pool, pages)  # what nobody names but the slots stays
+    pool = _release(pool, pages)  # what nobody names but the slots stays
     assert_pages_sound(cached, pool)
     assert int(pool.num_free) == 7 - len(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -39,13 +40,18 @@ def head(golden: dict[str, Any]) -> tuple[EagleConfig, EagleParams]:
     return config, params.joined(golden["embed"].astype(jnp.float32), None)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _of_tokens(config: EagleConfig, params: EagleParams, tokens: jax.Array, features: jax.Array) -> Any:
+    x = eagle_forward(config, params, tokens[None], features[None])
+    return x[0], eagle_logits(config, params, x)[0]
+
+
 def of_tokens(
     head: tuple[EagleConfig, EagleParams], tokens: jax.Array, features: jax.Array
 ) -> tuple[np.ndarray, np.ndarray]:
     """Outputs and the draft vocabulary's logits behind each entry."""
-    config, params = head
-    x = eagle_forward(config, params, tokens[None], features[None])
-    return np.asarray(x[0]), np.asarray(eagle_logits(config, params, x)[0])
+    x, logits = _of_tokens(*head, tokens, features)
+    return np.asarray(x), np.asarray(logits)
 
 
 def test_outputs_and_logits_are_torchs(head: tuple[EagleConfig, EagleParams], golden: dict[str, Any]) -> None:

@@ -151,6 +151,7 @@ def test_control_a_target_that_counts_committed_tokens_alone(decoding: Rejection
     assert value > bins + 15 * np.sqrt(2 * bins)
 
 
+@pytest.mark.slow
 def test_drafts_are_adjusted_as_the_target_is() -> None:
     """q of every position of a chain, and behind every node of a tree, is the draft model's own law, adjusted."""
     for decoding in (Rejection(gamma=3), Rejection(tree=(-1, 0, 0, 2, 2, 0, 3))):

@@ -139,6 +139,7 @@ def test_the_target_alone_has_the_locally_masked_law() -> None:
     assert value > bins + 15 * np.sqrt(2 * bins)
 
 
+@pytest.mark.slow
 def test_drafts_are_masked_as_the_target_is() -> None:
     """q of every position of a chain, and behind every node of a tree, is the draft's own law of allowed tokens."""
     for decoding in (Rejection(gamma=3), Rejection(tree=(-1, 0, 0, 2, 2, 0, 3))):

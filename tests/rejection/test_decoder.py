@@ -60,7 +60,7 @@ run = jax.jit(rejection.run, static_argnames=("program", "num_steps"))
 
 def answers(program: rejection.Program, state: rejection.State) -> list[tuple[int, ...]]:
     """Generated tokens of each request; its rows agree. Nobody has a prompt of no tokens."""
-    ended, memory = rejection.conclude(program, state)
+    ended, memory = jax.jit(rejection.conclude, static_argnames="program")(program, state)
     assert (np.asarray(memory.pool.refcount) == 0).all()
     begin = np.asarray(state.requests.prompt_length)
     n = program.decoding.n_candidates

@@ -20,7 +20,7 @@ from smcjax.server.models import Models
 from smcjax.server.process import Server, address_of, bound
 from smcjax.server.state import Served, Settings
 from tests.checkpoints import Pair, write_pair
-from tests.sizes import all_sizes
+from tests.sizes import one_size
 
 MAX_MODEL_LEN = 96
 WAITING = 80
@@ -71,7 +71,7 @@ def pair_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="session")
 def models(pair_on_disk: Pair) -> Models:
     """SMC with N = 4, K = 3 and no control, and the target alone, on the same weights."""
-    with all_sizes():
+    with one_size():
         return virtual.load(
             pair_on_disk.target,
             [SMC(n_particles=4, gamma=3, control=0), Autoregressive()],

@@ -37,13 +37,13 @@ def warm(server: Running) -> None:
 
 
 def test_a_small_request_passes_the_choices_of_a_large_one(server: Running) -> None:
-    """Two slots, taken by two of forty choices, or of forty prompts: two more may be admitted before it."""
+    """Two slots, taken by two of many choices, or of many prompts: two more may be admitted before it."""
     warm(server)
     before = server.llm().metrics()
-    for body in ({"n": 40}, {"prompt": ["ab"] * 40}):
+    for body in ({"n": 24}, {"prompt": ["ab"] * 24}):
         with ThreadPoolExecutor() as pool, server.http() as http:
             large = pool.submit(http.post, "/v1/completions", json={**LONG, **body})
-            while server.llm().metrics()["num_waiting"] < 30:
+            while server.llm().metrics()["num_waiting"] < 16:
                 time.sleep(0.005)
             begun = server.llm().metrics()["requests"]
             assert http.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 200
@@ -51,7 +51,7 @@ def test_a_small_request_passes_the_choices_of_a_large_one(server: Running) -> N
             assert ended <= 9, "of both slots one that ran and those of two rounds, and what the test itself takes"
             assert not large.done()
             assert large.result().status_code == 200
-    assert server.llm().metrics()["requests"] == before["requests"] + 82
+    assert server.llm().metrics()["requests"] == before["requests"] + 50
 
 
 def test_a_stream_says_that_it_waits_for_a_compilation(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_too_many_are_turned_away(server: Running) -> None:
 
 
 def test_many_at_once_are_each_as_alone(server: Running) -> None:
-    bodies = [{**LONG, "seed": seed, "max_tokens": 4 + seed, "stream": seed % 2 == 0} for seed in range(64)]
+    bodies = [{**LONG, "seed": seed, "max_tokens": 4 + seed, "stream": seed % 2 == 0} for seed in range(32)]
     with server.http() as http:
         alone = [http.post("/v1/completions", json={**body, "stream": False}).json() for body in bodies]
 
@@ -202,7 +202,7 @@ def test_many_at_once_are_each_as_alone(server: Running) -> None:
         else:
             text = response.json()["choices"][0]["text"]
         assert text == one["choices"][0]["text"]
-    assert len({one["choices"][0]["text"] for one in alone}) > 60
+    assert len({one["choices"][0]["text"] for one in alone}) > 28
 
 
 def test_long_texts_hold_nobody_up(server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_nothing_is_left_behind(server: Running) -> None:
 
     ask(40)  # the pool that tokenises has its threads
     descriptors, threads = count()
-    ask(200)
+    ask(100)
     after = count()
     assert after[0] <= descriptors + 2
     assert after[1] <= threads + 1

@@ -20,7 +20,7 @@ from smcjax import smc
 from smcjax.decoding.drafts.ngram import NGram
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.kv import pages_for
-from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair, with_nan_behind
+from tests.helpers import Ask, assert_pages_sound, finish, outputs, release, start, step, tiny_pair, with_nan_behind
 from tests.smc.enumeration import Enumeration, Toy
 from tests.smc.mutations import CONTROL_MUTATIONS
 from tests.smc.test_unbiased import deviation, enumerate_smc
@@ -132,7 +132,7 @@ def answers(program: smc.Program, **memory: int) -> tuple[list[Any], list[smc.In
         np.testing.assert_array_equal(held[ran], pages_for(np.asarray(info.length)[ran] - 1, program.page_size))
         infos.append(info)
     assert not state.failed.any()
-    assert (state.release().pool.refcount == 0).all()
+    assert (release(state).pool.refcount == 0).all()
     evidence = np.asarray(smc.log_evidence(state), np.float64).round(3)
     return list(zip(outputs(state), evidence.tolist(), strict=True)), infos
 

@@ -13,7 +13,7 @@ import pytest
 
 from smcjax import SMC
 from smcjax.smc.ending import Roulette
-from tests.helpers import Ask, finish, start, tiny_pair
+from tests.helpers import Ask, finish, release, start, tiny_pair
 from tests.smc.enumeration import Toy
 from tests.smc.mutations import ROULETTE_MUTATIONS
 from tests.smc.test_unbiased import deviation, enumerate_smc
@@ -66,6 +66,7 @@ def test_weights_by_hand() -> None:
     np.testing.assert_allclose(found[2:], [[1, 2, 5, 0]] * 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_groups_do_end_earlier() -> None:
     """The running step takes fewer cycles; in the end all rows have finished or weigh 0, and pages come back."""
     pair = tiny_pair()
@@ -79,5 +80,5 @@ def test_groups_do_end_earlier() -> None:
         ended = np.asarray(state.by_group(state.sequences.finished)) | np.isneginf(state.log_weight)
         assert ended.all()
         assert np.isneginf(state.log_weight).any() == early
-        assert (state.release().pool.refcount == 0).all()
+        assert (release(state).pool.refcount == 0).all()
     assert cycles[True] < cycles[False]

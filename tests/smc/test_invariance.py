@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from smcjax import smc
-from tests.helpers import Ask, assert_pages_sound, batch, finish, outputs, run, select, start, step, tiny_pair
+from tests.helpers import Ask, assert_pages_sound, batch, finish, outputs, release, run, select, start, step, tiny_pair
 
 PAIR = tiny_pair()
 MAX_MODEL_LEN = 24
@@ -43,7 +43,7 @@ def answers(program: smc.Program, asks: Sequence[Ask] = ASKS) -> list[tuple[obje
         assert_pages_sound(state.sequences.block_table, state.memory.pool)
         state, _ = step(program, PAIR.params, state)
     assert_pages_sound(state.sequences.block_table, state.memory.pool)
-    assert (state.release().pool.refcount == 0).all()
+    assert (release(state).pool.refcount == 0).all()
     evidence = np.asarray(smc.log_evidence(state), np.float64).round(3)
     return list(zip(outputs(state), select(program, state).tolist(), evidence.tolist(), strict=True))
 

@@ -53,6 +53,7 @@ def test_no_host_and_no_copy_of_the_kv(page_size: int, cycles: int | None) -> No
     check_one_program(PAIR, page_size, smc.step if cycles is None else functools.partial(_run, cycles))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "sparse"),
     [(1, None), (2, SparseVerification("merged", 4)), (4, SparseVerification("merged", 2, "dfs", 2))],
@@ -61,6 +62,7 @@ def test_no_host_and_no_copy_of_the_kv_with_sparse_attention(page_size: int, spa
     check_one_program(SPARSE, page_size, smc.step, calls={"TopK"}, sparse=sparse)  # XLA's own on a CPU
 
 
+@pytest.mark.slow
 def test_no_host_and_no_copy_of_the_kv_with_a_control() -> None:
     check_one_program(PAIR, 4, smc.step, control=0.1, early_end=True, potentials=(smc.TokenPotential(((1, 0.5),)),))
 

@@ -145,7 +145,7 @@ def test_pages_are_counted_and_given_back() -> None:
     while bool(state.running.any()):
         state, _ = step(program, PAIR.params, state)
         assert_pages_sound(state.sequences.block_table, state.memory.pool)
-    _, memory = smc.conclude(program, state)
+    _, memory = jax.jit(smc.conclude, static_argnames="program")(program, state)
     assert int(memory.pool.num_free) == memory.pool.refcount.shape[0] - 1
 
 
@@ -156,6 +156,7 @@ def test_a_group_drafts_once_before_it_grows() -> None:
     assert (second[~infos[0].finished] > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_copies_are_asked_for_with_their_pending_blocks(patch_programs: Any, forgotten: bool) -> None:
     """Kernels copy no more of a row than they are told to; what else it has is scrambled here.

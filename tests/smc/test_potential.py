@@ -145,6 +145,7 @@ def run(**config: Any) -> tuple[smc.State, list[smc.Info]]:
     return state, infos
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"control": 0.3, "early_end": True}, {"pipelined": True}], ids=str)
 def test_a_constant_moves_the_evidence_and_nothing_else(config: dict[str, Any]) -> None:
     plain, _ = run(**config)
@@ -187,6 +188,7 @@ def test_a_potential_that_is_no_number_ends_its_request_alone() -> None:
     assert state.failed.tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_a_steered_population_favours_what_is_worth_more() -> None:
     """Tokens with a factor e² are more frequent than without it; the control has none."""
     asks = [Ask((1, 2), max_tokens=12, seed=seed) for seed in range(12)]

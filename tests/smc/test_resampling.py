@@ -26,6 +26,8 @@ with warnings.catch_warnings():
 
 NEAR_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 counts = jax.jit(jax.vmap(offspring, in_axes=(None, 0, None)), static_argnums=0)
+resample = jax.jit(smc.resample, static_argnames="method")
+from_counts = jax.jit(ancestors_from_counts)
 counts_each = jax.jit(jax.vmap(offspring, in_axes=(None, 0, 0)), static_argnums=0)
 WEIGHTS = [
     [0.2, 0.5, 0.3],
@@ -185,7 +187,7 @@ def test_ancestors_move_as_little_as_possible(raw: list[int]) -> None:
     """Each count vector gives exactly (number of zeros) moves."""
     n = len(raw)
     c = np.bincount(np.asarray(raw) % n, minlength=n)
-    a = np.asarray(ancestors_from_counts(jnp.asarray(c, jnp.int32)))
+    a = np.asarray(from_counts(jnp.asarray(c, jnp.int32)))
     np.testing.assert_array_equal(np.bincount(a, minlength=n), c)
     assert (a != np.arange(n)).sum() == (c == 0).sum()
 
@@ -195,19 +197,19 @@ def test_resample_batches_and_keys(method: str) -> None:
     """Leading axes of any rank; an array of keys makes each population's draw its own."""
     logs = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 5)), jnp.float32)
     key = jax.random.key(7)
-    assert smc.resample(key, logs[0, 0], method).shape == (5,)
-    whole = smc.resample(key, logs, method)
+    assert resample(key, logs[0, 0], method).shape == (5,)
+    whole = resample(key, logs, method)
     assert whole.shape == (2, 3, 5)
     assert whole.dtype == jnp.int32
     keys = jax.random.split(key, (2, 3))
-    np.testing.assert_array_equal(smc.resample(keys, logs, method), whole)
+    np.testing.assert_array_equal(resample(keys, logs, method), whole)
     for g, h in itertools.product(range(2), range(3)):
-        np.testing.assert_array_equal(smc.resample(keys[g, h], logs[g, h], method), whole[g, h])
+        np.testing.assert_array_equal(resample(keys[g, h], logs[g, h], method), whole[g, h])
     np.testing.assert_array_equal(
-        smc.resample(jax.random.PRNGKey(7), logs[0, 0], method), smc.resample(key, logs[0, 0], method)
+        resample(jax.random.PRNGKey(7), logs[0, 0], method), resample(key, logs[0, 0], method)
     )
-    assert smc.resample(key, jnp.zeros(1), method).tolist() == [0]
-    assert sorted(smc.resample(key, jnp.zeros(6), "systematic").tolist()) == list(range(6))
+    assert resample(key, jnp.zeros(1), method).tolist() == [0]
+    assert sorted(resample(key, jnp.zeros(6), "systematic").tolist()) == list(range(6))
 
 
 def variance_of_counts(method: str, weights: np.ndarray) -> np.ndarray:
@@ -279,5 +281,5 @@ def test_ess_edges() -> None:
 
 def test_systematic_is_the_default_of_the_public_function() -> None:
     logs, key = jnp.asarray([0.0, 1.0, 2.0, -1.0]), jax.random.key(5)
-    np.testing.assert_array_equal(smc.resample(key, logs), smc.resample(key, logs, "systematic"))
+    np.testing.assert_array_equal(resample(key, logs), resample(key, logs, "systematic"))
     assert resampling.SCHEMES[0] == "systematic"

@@ -225,6 +225,7 @@ def test_a_group_that_waits_stands_still() -> None:
         np.testing.assert_array_equal(state.log_weight, plain.log_weight)
 
 
+@pytest.mark.slow
 def test_a_group_whose_rows_are_all_killed_ends_alone() -> None:
     program = PAIR.program(24, page_size=4, n_particles=4, gamma=1, ess_threshold=1.0)
     step = jax.jit(functools.partial(smc.step, program, PAIR.params))

@@ -334,6 +334,7 @@ def _first_layer(key: str, w: Arrays, cache: Any, scratch: Any, view: TreeView, 
     return kind_of(o).tree_branches(projection, cache, scratch, view)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "page_size", "size"), [("dfs", 2, 3), ("bfs", 16, 4)])
 def test_trees_route_by_groups_as_each_node_by_itself(
     order: str, page_size: int, size: int, patch_programs: Any

@@ -111,7 +111,7 @@ def test_what_makes_queries_and_keys_learns_to_route() -> None:
     """Everything below the last layer, and of it what its queries, keys and compressed keys are made by."""
     config = config_of(ROUTED)
     params = noisy_params(config)
-    gradients = jax.grad(lambda params: routing(ROUTED, params, QUERIES)[0])(params)
+    gradients = jax.jit(jax.grad(lambda params: routing(ROUTED, params, QUERIES)[0]))(params)
     for path, leaf in jax.tree_util.tree_flatten_with_path(gradients.layers[-1])[0]:
         name = jax.tree_util.keystr(path)
         learns = any(part in name for part in ("attn_norm", "qkv", "phi_k", "position_k"))
@@ -154,11 +154,17 @@ def test_the_loss_is_a_cross_entropy_by_hand() -> None:
 
     tokens = jax.random.randint(jax.random.key(1), (1, LENGTH), 0, 50)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-    hidden_states(config, noisy_params(config), tokens, positions, attend)
     at = 60
-    q, keys, _ = (np.asarray(x[0], np.float64) for x in new[0].heads())
-    branches = kind.dense_branches(new[0], positions)
-    scores = np.asarray(branches.scores[0, at], np.float64) / 2  # [Hkv, blocks], a mean over the group's two heads
+
+    @jax.jit
+    def of_first_layer() -> tuple[Any, ...]:
+        hidden_states(config, noisy_params(config), tokens, positions, attend)
+        loss = sparse_training.routing_loss(kind, new[0], jnp.asarray([[at]]))
+        return new[0].heads(), kind.dense_branches(new[0], positions).scores, loss
+
+    heads, scores, loss = of_first_layer()
+    q, keys, _ = (np.asarray(x[0], np.float64) for x in heads)
+    scores = np.asarray(scores[0, at], np.float64) / 2  # [Hkv, blocks], a mean over the group's two heads
     free = np.arange(kind.init_blocks, at // 8 - kind.local_blocks + 1)
     total = 0.0
     for head in range(2):
@@ -169,5 +175,4 @@ def test_the_loss_is_a_cross_entropy_by_hand() -> None:
         mass[mass < sparse_training.WORTH_FINDING] = 0
         share = scores[head, free] / scores[head, free].sum()
         total -= (mass * np.log(share)).sum() / 2
-    got = float(sparse_training.routing_loss(kind, new[0], jnp.asarray([[at]])))
-    assert got == pytest.approx(total, rel=1e-4)
+    assert float(loss) == pytest.approx(total, rel=1e-4)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smcjax.model import load_checkpoint, logits
+from smcjax.model import Params, load_checkpoint, logits
 from smcjax.tasks.word_problems import completion, generate, prompt
 
 pytest.importorskip("flax")
@@ -106,8 +106,12 @@ def test_loss_is_the_decoders_own_and_counts_what_it_should(tokenizer: Tokenizer
         row[: len(problem)] = problem
     newline = tokenizer.token_to_id("Ċ")
 
-    weights, nll = train_pair.row_losses(config, params, jnp.asarray(tokens), newline, 0.25, "xla")
-    expected = jax.nn.log_softmax(logits(config, params, jnp.asarray(tokens)))
+    @jax.jit
+    def found(params: Params, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        losses = train_pair.row_losses(config, params, tokens, newline, 0.25, "xla")
+        return losses, jax.nn.log_softmax(logits(config, params, tokens))
+
+    (weights, nll), expected = jax.tree.map(np.asarray, found(params, jnp.asarray(tokens)))
     for row, problem in enumerate(ids):
         start = problem.index(newline)
         for position in range(tokens.shape[1] - 1):

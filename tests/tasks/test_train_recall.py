@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax.model import load_checkpoint
+from smcjax.model import ModelConfig, load_checkpoint
 from smcjax.model.attention import FULL
 from smcjax.sparse.nsa import NSA
 from smcjax.tasks import recall
@@ -30,8 +30,9 @@ def test_losses_are_means_by_weight() -> None:
     config = train_recall.model_config(train_recall.RECIPES["dense"], smoke=True)
     params = train_recall.starting_params(config, jax.random.key(3))
     rows = jnp.asarray(data.make_rows(1, 2, 256, "train", 1), jnp.int32)
-    found = train_recall.losses(config, params, rows, train_recall.Stage(256, 0.0), args)
-    logits = recall_measure.logits_of(config, params, rows, attend_by("xla", config))
+    stage = train_recall.Stage(256, 0.0)
+    found = jax.jit(lambda params: train_recall.losses(config, params, rows, stage, args))(params)
+    logits = jax.jit(lambda params: recall_measure.logits_of(config, params, rows, attend_by("xla", config)))(params)
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), rows[:, 1:, None], axis=-1)[..., 0]
     answers = np.asarray(recall_measure.in_answers(rows))[:, :-1]
     weights = np.where(answers, 1.0, args.other_weight)
@@ -50,10 +51,12 @@ def test_a_sparse_model_starts_as_its_dense_twin() -> None:
     params = train_recall.starting_params(config, jax.random.key(0))
     rows = jnp.asarray(data.make_rows(1, 1, 256, "train", 1), jnp.int32)
     twin = config.with_layers([dataclasses.replace(config.layer(0), attention=FULL)] * config.num_layers)
-    wanted = recall_measure.logits_of(twin, params, rows, attend_by("xla", twin))
-    got = recall_measure.logits_of(config, params, rows, attend_by("xla", config))
     few = config.with_layers([dataclasses.replace(config.layer(0), attention=kind)] * config.num_layers)
-    control = recall_measure.logits_of(few, params, rows, attend_by("xla", few))
+
+    def found(config: ModelConfig) -> jax.Array:
+        return jax.jit(lambda: recall_measure.logits_of(config, params, rows, attend_by("xla", config)))()
+
+    wanted, got, control = map(found, (twin, config, few))
     near, far = (float(jnp.abs(x - wanted).mean() / jnp.abs(wanted).mean()) for x in (got, control))
     assert near < 0.15, "the other gates let a twentieth of two branches through"
     assert far > 2 * near, "control"

@@ -114,6 +114,7 @@ def test_an_interrupted_training_goes_on(
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != (output / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_draft_made_of_the_target(tuned: Tune, tmp_path: Path) -> None:
     """A draft can be made of a target of two layers, without its first."""
     target = write_model(tmp_path / "target", 272, 1, num_layers=2)

@@ -132,6 +132,7 @@ def test_chunks_make_up_the_answer(llm: LLM, plain: LLM, stop: object) -> None:
     assert len(stream(plain, "ab", SamplingParams(seed=1, max_tokens=9, ignore_eos=True))) > 5
 
 
+@pytest.mark.slow
 def test_resampling_makes_certain_what_was_open(pair: Pair) -> None:
     params = SamplingParams(seed=2, max_tokens=30, ignore_eos=True)
     with smc_llm(pair, smc={"ess_threshold": 1.0, "n_particles": 3}) as often:

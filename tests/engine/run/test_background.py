@@ -300,6 +300,7 @@ def test_engines_of_a_process_compile_in_turn() -> None:
     assert gc.get_threshold() == thresholds
 
 
+@pytest.mark.slow
 def test_an_async_engine_has_what_it_was_given_at_the_start(pair: Pair) -> None:
     """Nothing is compiled for plain requests behind `compile_at_start`, whatever the sizes."""
 

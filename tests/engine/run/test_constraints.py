@@ -138,6 +138,7 @@ def test_states_follow_ancestors_lanes_and_preempted_requests(llm: LLM) -> None:
     assert not drain(engine)
 
 
+@pytest.mark.slow
 def test_a_control_keeps_the_form(llm: LLM) -> None:
     """Drafts are rejected by laws of allowed tokens; the evidence is that of the local law's weights."""
     asked = [params(number, control=1.0) for number in (0, 1)]

@@ -40,6 +40,7 @@ def test_it_stands_still_while_programs_compile(spans: list[tuple[float, float]]
         assert len(clock._stops) == len(stops), "a step that compiles nothing leaves nothing behind"
 
 
+@pytest.mark.slow
 def test_a_request_does_not_queue_while_programs_compile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one, for whose batch size there is no program yet; one that comes meanwhile; one that came before."""
     compile_all = Runner.compile

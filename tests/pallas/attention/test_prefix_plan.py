@@ -109,6 +109,7 @@ def random_history(seed: int, page_size: int) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(x, jnp.int32) for x in (table, lengths, num_immutable))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "page_size", "chunk", "tiles", "has_immutable"),
     [(*terms, has) for terms, has in zip(TERMS, (True, False, False, True), strict=True)],  # both of each size

@@ -309,6 +309,7 @@ def test_plans_are_made_where_they_pay() -> None:
         assert plan(64, **many) is not None
 
 
+@pytest.mark.slow
 def test_a_plan_serves_only_what_it_covers() -> None:
     """One for the verify's queries is not used for one token's."""
 

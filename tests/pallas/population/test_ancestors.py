@@ -79,6 +79,7 @@ def test_a_row_without_weight_has_no_offspring(point: float) -> None:
     assert got[2].tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
+@pytest.mark.slow
 def test_more_groups_than_threads() -> None:
     check(150, 4, "systematic", plgpu.InterpretGPUParams())
 

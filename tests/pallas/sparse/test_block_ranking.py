@@ -149,6 +149,7 @@ def test_kernel_selects_what_xla_does(name: str) -> None:
         assert (later != want).any()
 
 
+@pytest.mark.slow
 def test_ranks_what_kernels_keep() -> None:
     """Products as the kernel keeps them, of three heads that it takes as four, in groups in an order.
 

@@ -140,6 +140,7 @@ def test_segments_are_merged_and_weighed(whole: tuple[int, ...], eps: float | No
     assert not is_rounded(got, expected(d, [d.parts[b] for b in order], 0.7 if eps is None else None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

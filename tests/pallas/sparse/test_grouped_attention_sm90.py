@@ -144,12 +144,14 @@ def test_modes(mode: str) -> None:
     check(CHAIN, 0, mode)
 
 
+@pytest.mark.slow
 def test_each_query_by_itself() -> None:
     """Groups of one query, of two requests of two rows each, two key-value heads and pairs of heads."""
     groups = QueryGroups.of_rows(2, 1, "bfs", 1)
     check(Case(groups, 4, 2, 2, ((8, 16),), Tuning(blocks=5, subs=1, stages=2), requests=2), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subs", [1, 2])
 def test_branches(subs: int) -> None:
     """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages.
@@ -161,6 +163,7 @@ def test_branches(subs: int) -> None:
     check(Case(groups, 1, 1, 3, ((16, 8), (64, 64)), tuning, blocks=4, most=2), 2)
 
 
+@pytest.mark.slow
 def test_tiles_that_are_odd() -> None:
     """Three tiles by two warpgroups, the second of which has none in the second line; two groups, the last short."""
     groups = QueryGroups(tuple(range(45)), 36)
@@ -237,6 +240,7 @@ def test_tuning_fits(dim: int) -> None:
     assert (tuning.subs * registers.computing + LOADERS * registers.loading) * 128 <= 1 << 16
 
 
+@pytest.mark.slow
 def test_more_pairs_than_a_launch_takes(patch_programs: Any) -> None:
     """Requests are divided among launches, of which each takes some; the parts are those of all together."""
     groups = QueryGroups.of_rows(1, 3, "bfs", 2)

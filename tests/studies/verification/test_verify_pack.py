@@ -209,6 +209,7 @@ def interpreted(given: Case, tuning: vp.Tuning) -> Callable[..., Any]:
     return functools.partial(vp.verify_and_pack_mosaic, tuning=tuning, interpret=INTERPRET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIAL)
 def test_fused_kernel_at_corners(name: str) -> None:
     given = special(name)
@@ -239,12 +240,14 @@ def test_pack_kernel() -> None:
     np.testing.assert_array_equal(offsets, oracle(given).acceptance.offsets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIAL)
 def test_pack_kernel_with_a_block_a_row(name: str) -> None:
     given = special(name, 3, 4, 8)
     check_packed(pack_by_rows(jnp.asarray(given.kv), jnp.asarray(given.lengths), interpret=INTERPRET), given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIAL)
 def test_pack_kernel_at_corners(name: str) -> None:
     given = special(name)
@@ -253,11 +256,13 @@ def test_pack_kernel_at_corners(name: str) -> None:
     check_packed(kernel[0], given)
 
 
+@pytest.mark.slow
 def test_scan_then_pack() -> None:
     given = case(5, 6, dim=8)
     check(functools.partial(vp.scan_then_pack_mosaic, interpret=INTERPRET), given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "gamma"), [(9, 33), (5, 3)])
 def test_scan_kernel_of_one_block(rows: int, gamma: int) -> None:
     given = case(rows, gamma)
@@ -265,6 +270,7 @@ def test_scan_kernel_of_one_block(rows: int, gamma: int) -> None:
     check_acceptance(got, given)
 
 
+@pytest.mark.slow
 def test_scan_kernel_of_many_blocks() -> None:
     given = case(11, 33)  # four rows a block, the last block one too few
     check_acceptance(scan_rows_mosaic(given.draft, given.target, blocks=3, warpgroups=1, interpret=INTERPRET), given)
