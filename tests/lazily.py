@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
@@ -14,6 +15,19 @@ from smcjax.engine.run import programs
 
 _compiled = programs._compiled
 Patch = Callable[..., None]
+
+
+class Patched(NamedTuple):
+    """An attribute of what programs are made of, as it was before a patch, and as the patch has it."""
+
+    target: Any
+    name: str
+    before: Any
+    value: Any
+
+
+_patches: list[Patched] = []  # in force, the first one first
+_others = threading.Lock()  # held by who computes by patches that are not in force
 
 
 class Later:
@@ -25,13 +39,15 @@ class Later:
         self._make: Callable[[], Any] | None = lambda: _compiled(*arguments)
         self._made: Any = None
         self._lock = threading.Lock()
+        self._patches = [*_patches]
         Later._pending.add(self)
 
     def executable(self) -> Any:
         """Compiles in a thread of its own, as engines do: what the calling thread has set does not reach a trace."""
         with self._lock:
             if self._make is not None:
-                self._made, self._make = _in_a_thread(self._make), None
+                with _patched(self._patches):
+                    self._made, self._make = _in_a_thread(self._make), None
                 Later._pending.discard(self)
         return self._made
 
@@ -82,15 +98,32 @@ def lazily() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _patched(wanted: list[Patched]) -> Iterator[None]:
+    """With these patches, and none of those that are in force beside them."""
+    if list(map(id, wanted)) == list(map(id, _patches)):
+        yield
+        return
+    with _others, pytest.MonkeyPatch.context() as patches:
+        for one in reversed(_patches):
+            patches.setattr(one.target, one.name, one.before)
+        for one in wanted:
+            patches.setattr(one.target, one.name, one.value)
+        yield
+
+
+@contextlib.contextmanager
 def program_patches(*first: Any) -> Iterator[Patch]:
     """Yields `patch(target, name, value)` for what programs are made of; a first one may be given at once.
 
     A program has the patches of the time when an engine asked for it, and none is shared across a patch or its end.
     """
+    own: list[Patched] = []
 
-    def patch(*what: Any) -> None:
-        Later.none_is_left()
-        patches.setattr(*what)
+    def patch(target: Any, name: str, value: Any) -> None:
+        before = inspect.getattr_static(target, name) if inspect.isclass(target) else getattr(target, name)
+        own.append(Patched(target, name, before, value))
+        patches.setattr(target, name, value)
+        _patches.append(own[-1])
         programs._shared.clear()
 
     with pytest.MonkeyPatch.context() as patches:
@@ -98,7 +131,7 @@ def program_patches(*first: Any) -> Iterator[Patch]:
             if first:
                 patch(*first)
             yield patch
-            Later.none_is_left()
         finally:
             patches.undo()
+            _patches[:] = [one for one in _patches if not any(one is ended for ended in own)]
             programs._shared.clear()

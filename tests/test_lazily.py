@@ -64,11 +64,22 @@ def test_nothing_is_traced_before_its_first_call(asked: Programs) -> None:
 
 def test_a_program_has_the_patches_of_the_time_it_was_asked_for(asked: Programs) -> None:
     """Before a patch, within it, and after it: neither a patch nor its end is lost, whenever the program is called."""
-    with program_patches(module, "amount", lambda: 2.0):
+    with program_patches(module, "amount", lambda: 2.0) as patch:
         within = programs()
         assert value(asked) == 1.0
+        patch(module, "amount", lambda: 3.0)
+        twice = programs()
     after = programs()
-    assert [value(within), value(after), value(asked)] == [2.0, 1.0, 1.0]
+    with program_patches(module, "amount", lambda: 4.0):
+        assert [value(within), value(twice), value(after), value(asked)] == [2.0, 3.0, 1.0, 1.0]
+        assert value(programs()) == 4.0
+    assert module.amount() == 1.0
+
+
+def test_a_patch_compiles_nothing(asked: Programs) -> None:
+    with program_patches(module, "amount", lambda: 2.0):
+        pass
+    assert module.traced == []
 
 
 def test_control_a_patch_that_nobody_is_told_of_is_lost(asked: Programs) -> None:
