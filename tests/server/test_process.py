@@ -83,6 +83,7 @@ def test_signals(process: tuple[subprocess.Popen[str], str]) -> None:
     assert server.wait(10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_one_signal_ends_it_in_order(process: tuple[subprocess.Popen[str], str]) -> None:
     server, url = process
     with httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "max_tokens": 60}, timeout=120) as stream:

@@ -149,6 +149,7 @@ def test_rows_have_unequal_lengths_and_fork(base: tuple[list[Any], list[smc.Info
     assert any(np.asarray(info.resampled).any() for info in infos)
 
 
+@pytest.mark.slow
 def test_pages_and_schedule_do_not_matter(base: tuple[list[Any], list[smc.Info]]) -> None:
     """Pages of 7 tokens, no more of them than the requests' worst cases, and a bonus shown to the draft at once."""
     size, n = 7, BASE.decoding.n_particles

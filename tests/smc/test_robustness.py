@@ -73,6 +73,7 @@ def test_nan_ends_its_group_alone() -> None:
     assert_same_groups(again, clean, (0, 1, 2))
 
 
+@pytest.mark.slow
 def test_control_reading_stale_values_spreads_the_nan() -> None:
     """Negative control: if attention trusts every slot up to its last query, stale NaN spoils later requests."""
 

@@ -47,6 +47,7 @@ class Thing(pydantic.BaseModel):
     a: bool
 
 
+@pytest.mark.slow
 def test_openais_parse_takes_an_answer_that_ends_at_the_cap(client: openai.OpenAI) -> None:
     """`parse` raises where an answer is cut ("length"); one that the cap has made end is whole ("stop")."""
     used = []
