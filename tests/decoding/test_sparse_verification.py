@@ -224,6 +224,7 @@ def test_shared_blocks_are_strict_for_single_queries_alone() -> None:
     assert np.abs(scored(SparseVerification("shared", 4)) - want).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_particles_logits_do_not_ask_its_siblings() -> None:
     """Other drafts of the second particle change nothing for the others; control: but they do where blocks are shared,
     since its first draft is the first query of a group."""

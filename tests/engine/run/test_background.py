@@ -41,7 +41,7 @@ async def read(stream: ChunkStream) -> RequestOutput:
 
 
 def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
-    """The same tokens; log-probabilities may round otherwise, as the batches have other sizes."""
+    """The same tokens; log-probabilities may round otherwise."""
     (answer,), (other,) = output.outputs, expected.outputs
     assert (output.error, answer.token_ids, answer.finish_reason) == (None, other.token_ids, other.finish_reason)
     assert (answer.top_logprobs is None) == (other.top_logprobs is None)
@@ -53,7 +53,7 @@ def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
 @pytest.fixture(scope="module")
 def alone(pair: Pair) -> Iterator[Callable[[SamplingParams], RequestOutput]]:
     """Answers to "ab", each by an engine that has nothing else to do and compiles what it needs at once."""
-    with smc_llm(pair, {"trace": False}, max_num_seqs=2) as llm:
+    with smc_llm(pair) as llm:
         yield lambda params: llm.generate("ab", params, use_tqdm=False)[0]
 
 
@@ -100,12 +100,12 @@ def test_plain_requests_go_on_while_programs_for_another_compile(
             assert (metrics["num_running"], metrics["num_waiting"]) == (0, 1)
             held.go.set()
             output = await waits
+            assert held.begun.count((4, frozenset({"logprobs"}))) == 1
             assert_same(output, alone(dataclasses.replace(PLAIN, logprobs=2)))
             assert output.metrics.queue_seconds > 0
             assert not asking.lacks_programs
 
     asyncio.run(session())
-    assert held.begun.count((4, frozenset({"logprobs"}))) == 1
 
 
 def test_who_waits_for_programs_may_leave(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

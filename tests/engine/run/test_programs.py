@@ -111,6 +111,7 @@ def test_a_workspace_counts_beside_what_programs_take(monkeypatch: pytest.Monkey
         Programs(1 << 20).compile("large", {"a": job})
 
 
+@pytest.mark.slow
 def test_a_second_engine_of_the_same_shapes_compiles_nothing(shared: WeakValueDictionary[Any, Any], pair: Pair) -> None:
     params = SamplingParams(max_tokens=6, seed=3)
     with smc_llm(pair) as one, smc_llm(pair) as alike, smc_llm(pair, {"gamma": 2}) as other:

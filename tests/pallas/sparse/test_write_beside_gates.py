@@ -84,6 +84,7 @@ def is_same(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> list[bool]:
     return [bool(jnp.array_equal(one[skip:], other[skip:])) for one, other, skip in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 3, 8, 4, 128, 1024), (1, 9, 16, 8, 64, 1024)], ids=str)
 def test_one_launch_writes_what_two_do(sizes: tuple[int, ...], copies: bool) -> None:

@@ -48,6 +48,7 @@ def test_without_device_times_only_host_visible_lines(tmp_path: Path) -> None:
     assert [path.stem for path in draw_all(made_up(device=False), tmp_path)] == [f"verify_{n}" for n in PICTURES[:3]]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r.json").write_text(json.dumps(made_up(device=True)))
     main([str(tmp_path / "r.json"), "-o", str(tmp_path), "--format", "png"])

@@ -130,6 +130,7 @@ def check(verify_and_pack: Callable[..., Any], given: Case) -> None:
 # ---------------------------------------------------------------------------------------------------------- references
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIAL)
 def test_corners(name: str) -> None:
     given = special(name)
@@ -146,6 +147,7 @@ def test_shapes(rows: int, gamma: int) -> None:
     check_packed(vp.pack(jnp.asarray(given.kv), jnp.asarray(given.lengths)), given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 7, 8, 129])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "f16"])
 def test_odd_widths_go_through_the_dispatcher(dim: int, dtype: Any) -> None:
@@ -316,6 +318,7 @@ def test_lowers_for_cuda(rows: int, gamma: int, dim: int) -> None:
     assert launches(text(lambda d, _, kv: pack_by_rows(kv, d[:, 0]), rows, gamma, dim)) == 1
 
 
+@pytest.mark.slow
 def test_the_dispatcher_goes_by_the_number_of_ids_and_by_alignment() -> None:
     with implementations("mosaic"):
         assert launches(text(vp.verify_and_pack, 64, 128, 128)) == 1
