@@ -22,6 +22,7 @@ def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_generate_prints_the_whole_population(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed("generate", capsys)
     weights = [float(found) for found in re.findall(r"^ *([\d.]+)%", out, re.MULTILINE)]
@@ -40,7 +41,6 @@ def test_a_server_is_asked_by_the_official_client(capsys: pytest.CaptureFixture[
     assert RIGHT in printed("serve_and_ask", capsys)
 
 
-@pytest.mark.slow
 def test_a_rule_of_ones_own_is_proved_and_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert RIGHT in printed("own_acceptance", capsys)
 
