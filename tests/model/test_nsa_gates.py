@@ -16,6 +16,7 @@ from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
 from smcjax.pallas.dispatch import Kernel, Op, implementations
 from smcjax.pallas.sparse.gates import gated_sum
+from smcjax.sparse import routing
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.routing import Routed
 
@@ -34,7 +35,7 @@ def interpreted() -> Op[Any, Any]:
 
 def test_kernels_put_branches_together(patch_programs: Any) -> None:
     """Compressed, selected and window's, each by its own gate. Control: two of them exchanged."""
-    patch_programs("smcjax.sparse.routing.gated_sum", interpreted())
+    patch_programs(routing, "gated_sum", interpreted())
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float = 1.0, dtype: Any = jnp.bfloat16) -> jax.Array:

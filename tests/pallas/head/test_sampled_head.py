@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from smcjax.decoding.distribution import pack_bits
 from smcjax.device import HOPPER
 from smcjax.matmul import Dense
+from smcjax.pallas.head import sampled_head as sampled_head_module
 from smcjax.pallas.head.sampled_head import IDS, NARROW, ROWS, sampled_head_mosaic, sampled_head_reference, supports
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -61,7 +62,7 @@ def test_equals_whole_logits(rows: int, vocab: int, hidden: int) -> None:
 
 
 def test_blocks_take_several_tiles(patch_programs: Any) -> None:
-    patch_programs("smcjax.pallas.head.sampled_head.HOPPER", dataclasses.replace(HOPPER, multiprocessors=2))
+    patch_programs(sampled_head_module, "HOPPER", dataclasses.replace(HOPPER, multiprocessors=2))
     check(case(33, 10 * IDS, 64), interpret=INTERPRET)
 
 
