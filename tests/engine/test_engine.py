@@ -220,6 +220,7 @@ def test_ten_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]
     assert tight.metrics()["compilations"] == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arriving", "chunks"), [(1, [1]), (2, [2])])
 def test_few_prompts_do_not_take_as_long_as_many(
     llm: LLM, arriving: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch

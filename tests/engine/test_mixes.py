@@ -267,6 +267,7 @@ def test_random_mixes(pair: Pair, number: int) -> None:
                 check_logprobs(one, output, params)
 
 
+@pytest.mark.slow
 def test_the_laws_can_fail(pair: Pair) -> None:
     """Negative control: another seed, another temperature's log-probabilities, are found."""
     with LLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=3, page_size=4) as llm:

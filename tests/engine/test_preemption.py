@@ -234,6 +234,7 @@ def test_what_is_no_rule_of_admission_is_refused(pair: Pair) -> None:
 # The bounds.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_length", [4, 6, 7, 9])
 def test_what_a_first_cycle_needs_is_what_it_takes(pair: Pair, prompt_length: int) -> None:
     """Rows that share everything and diverge: the bound is attained, so it is not to be had lower."""

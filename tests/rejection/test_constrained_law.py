@@ -125,6 +125,7 @@ def test_rejection_has_the_locally_masked_law(decoding: Rejection, draft: Propos
     assert fits(value, bins), (value, bins)
 
 
+@pytest.mark.slow
 def test_the_target_alone_has_the_locally_masked_law() -> None:
     program = autoregressive.Program(Autoregressive(), PAIR.target, None, MAX_MODEL_LEN, page_size=2)
     state = states(program, 2048, autoregressive)

@@ -176,6 +176,7 @@ def test_each_group_has_its_own_control(base: tuple[list[Any], list[smc.Info]]) 
     assert outputs(state)[1] != base[0][1][0], "control: another c gives other tokens"
 
 
+@pytest.mark.slow
 def test_full_control_weighs_nothing() -> None:
     """c = 1 at power 1: all weights exactly 1, so nothing is resampled; an n-gram draft is exact then too."""
     exact = dataclasses.replace(BASE, decoding=dataclasses.replace(BASE.decoding, control=1.0))

@@ -89,6 +89,7 @@ def _run(cycles: int, program: smc.Program, params: smc.PairParams, state: smc.S
     return smc.run(program, params, state, cycles)
 
 
+@pytest.mark.slow
 def test_control_without_donation_the_kv_is_copied() -> None:
     """Negative control: the searches above do find copies, callbacks and missing aliases where there are some."""
     executable, state = compiled(smc.step, PAIR.program(24, 4, gamma=2, n_particles=2), donate=False)

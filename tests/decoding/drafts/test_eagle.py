@@ -177,6 +177,7 @@ def decode(decoding: Rejection, ids: tuple[int, ...] | None = PRUNED, cycles: in
     return state, worst, accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_drafts_are_the_oracles_and_answers_the_targets(decoding: Rejection) -> None:
     """q is the oracle's in every cycle of ragged requests; greedy tokens and log-probabilities are the target's."""

@@ -215,6 +215,7 @@ def test_every_agreement_equals_the_reference(name: str) -> None:
     assert agreements(SHAPES[name], 0, 1 if name.startswith("more") else 4, plgpu.InterpretGPUParams()) > 0
 
 
+@pytest.mark.slow
 def test_agreements_go_by_the_source() -> None:
     """Control: pages of another row than the one that was accepted are seen."""
 
