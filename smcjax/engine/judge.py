@@ -4,7 +4,7 @@
     verdict    log p(first of `verdicts`) − log p(second) behind a text, under a language model
 
 Both are sums of terms at a text's last positions, so one program makes them: a forward of one page of `_PAGE` tokens in
-each of `_ROWS` rows. Full pages of what many texts begin with, as a prompt and a particle's earlier lines, are kept
+each of a few rows. Full pages of what many texts begin with, as a prompt and a particle's earlier lines, are kept
 (`smcjax.engine.schedule.prefix_cache`) and computed once. Shapes depend on a page's place alone, never on what is asked
 beside it or was asked before, so that a text's value does not either.
 """
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from smcjax.device import on_cpu
 from smcjax.engine.run.settings import own_settings
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.errors import CheckpointError
@@ -38,10 +39,10 @@ from smcjax.model.view import BatchView
 from smcjax.normalize import short
 from smcjax.tokenizer.tokenizer import Tokenizer
 
-_ROWS, _PAGE = 8, 32
+_PAGE = 32
+_ROWS, _ROWS_ON_CPU = 8, 2  # a CPU gains little by more: pages of two rows keep it busy
 _KEPT = 512  # full pages, of texts being valued and of earlier ones
 _TAIL = 2  # pages of a row behind the full ones: those that hold what is scored
-_SCRATCH = 1 + _ROWS * _TAIL  # pages before the kept ones: the trash page, and each row's tail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,8 @@ class Judge:
             )
         self._is_reward = self.verdicts is None and self._head.shape[0] == 1
         self._most = min(self._config.max_position_embeddings, _KEPT * _PAGE)
+        self._rows = _ROWS_ON_CPU if on_cpu() else _ROWS
+        self._scratch = 1 + self._rows * _TAIL  # pages before the kept ones: the trash page, and each row's tail
         self._lock = threading.Lock()
         self._forget()
 
@@ -163,7 +166,7 @@ class Judge:
         """Begins with an empty cache."""
         self._index = PrefixCache(_KEPT, _PAGE)
         with own_settings():
-            self._cache = create_cache(self._config, self._params, num_pages=_SCRATCH + _KEPT, page_size=_PAGE)
+            self._cache = create_cache(self._config, self._params, num_pages=self._scratch + _KEPT, page_size=_PAGE)
 
     def _items(self, text: str) -> list[_Item]:
         """What is to be computed for a text, whose value is the sum: of a verdict's two, one where both are a token."""
@@ -202,7 +205,7 @@ class Judge:
             works: list[_Work] = []
             held: list[list[bytes]] = []
             begin = at
-            while at < len(items) and at - begin < _ROWS:
+            while at < len(items) and at - begin < self._rows:
                 keys = self._index.keys(items[at].tokens[: items[at].full * _PAGE])
                 new = len(keys) - len(self._index.match(keys))
                 if held and _KEPT - len(self._index) + self._index.unused < len(keys):
@@ -223,7 +226,7 @@ class Judge:
         self._index.evict(max(0, new - (_KEPT - len(self._index))))
         made = [self._index.insert(key) for key in missing]
         assert None not in made
-        pages = [_SCRATCH + slot for slot in [*slots, *made] if slot is not None]
+        pages = [self._scratch + slot for slot in [*slots, *made] if slot is not None]
         pages += range(1 + row * _TAIL, 1 + (row + 1) * _TAIL)
         count = -(-len(item.tokens) // _PAGE)
         return [
@@ -242,8 +245,8 @@ class Judge:
         kinds = sorted({(work.place, work.item >= 0) for work in works})
         for place, scores in kinds:
             alike = [work for work in works if (work.place, work.item >= 0) == (place, scores)]
-            for begin in range(0, len(alike), _ROWS):
-                batch = alike[begin : begin + _ROWS]
+            for begin in range(0, len(alike), self._rows):
+                batch = alike[begin : begin + self._rows]
                 found += self._step(batch, items, place, scores)
         return found
 
@@ -251,9 +254,9 @@ class Judge:
         self, batch: Sequence[_Work], items: Sequence[_Item], place: int, scores: bool
     ) -> list[tuple[int, float]]:
         width = 1 << place.bit_length()
-        tokens, targets = np.zeros((_ROWS, _PAGE), np.int32), np.zeros((_ROWS, _PAGE, 2), np.int32)
-        weights, count = np.zeros((_ROWS, _PAGE, 2), np.float32), np.zeros(_ROWS, np.int32)
-        table = np.full((_ROWS, width), TRASH, np.int32)
+        tokens, targets = np.zeros((self._rows, _PAGE), np.int32), np.zeros((self._rows, _PAGE, 2), np.int32)
+        weights, count = np.zeros((self._rows, _PAGE, 2), np.float32), np.zeros(self._rows, np.int32)
+        table = np.full((self._rows, width), TRASH, np.int32)
         for row, work in enumerate(batch):
             count[row] = len(work.tokens)
             tokens[row, : count[row]] = work.tokens

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hf_oracle import make_config, oracle_logits, random_weights, write_directory
 
 from smcjax import LLM, CheckpointError, Judge, SamplingParams, TextPotential
 from smcjax.engine import judge as judging
@@ -20,6 +19,7 @@ from smcjax.testing import battery
 from tests.checkpoints import Pair, write_tokenizer
 from tests.engine.conftest import smc_llm
 from tests.model.files.test_classifier import make_classifier, oracle_scores
+from tests.model.hf_oracle import make_config, oracle_logits, random_weights, write_directory
 
 TEXTS = ["", "a", "one two three", "17 + 4 = 21\n" * 5, "17 + 4 = 21\n" * 5 + "Yes.", "x" * 70]
 SIZE = 272

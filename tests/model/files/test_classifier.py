@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hf_oracle import make_config, oracle_logits, random_weights, write_directory
 
 from smcjax.errors import CheckpointError
 from smcjax.model.decoder import forward
 from smcjax.model.files.classifier import is_classifier, load_classifier
+from tests.model.hf_oracle import make_config, oracle_logits, random_weights, write_directory
 
 _forward = jax.jit(forward, static_argnums=0)
 # Of `AutoModelForSequenceClassification` (transformers 5.24, torch 2.15), for `make_classifier`'s weights of seed 5 and
