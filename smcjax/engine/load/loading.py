@@ -167,7 +167,7 @@ def _require_room(
     if not on_cpu() and kept == "float32":
         mend = "use dtype='bfloat16', or smaller models"
     elif not on_cpu() and None in {quantization for _, quantization in models.values()}:
-        mend = "use quantization='float8', or smaller models"
+        mend = "use quantization='int8' or 'float8', or smaller models"
     require_room_for_weights(weights, mend, devices)
 
 

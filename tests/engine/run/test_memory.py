@@ -249,6 +249,6 @@ def test_memory_is_asked_for_what_will_be_held(monkeypatch: pytest.MonkeyPatch) 
     pair = {"model": SHAPES["llama-3.1-70b"], "draft_model": SHAPES["llama-3.2-1b"]}
     loading._require_room({name: (config, "int8") for name, config in pair.items()}, "bfloat16")
     with pytest.raises(
-        ValueError, match=r"take 14\d\.\d GB .* has 142\.6 GB; use quantization='float8', or smaller mod"
+        ValueError, match=r"take 14\d\.\d GB .* has 142\.6 GB; use quantization='int8' or 'float8', or smaller mod"
     ):
         loading._require_room({name: (config, None) for name, config in pair.items()}, "bfloat16")
