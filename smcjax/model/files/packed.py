@@ -109,7 +109,7 @@ class PackedMatrix:
         return self
 
     def narrow(self, name: str) -> str:
-        """What the matrix is stored in."""
+        """Names the format that the matrix is stored in."""
         assert name == self.name
         return f"{self.packing.format} of {self.packing.bits} bits"
 
@@ -195,7 +195,8 @@ def with_packed(directory: Path, tensors: Mapping[str, TensorFile], packing: Pac
     found: dict[str, Tensors] = {name: file for name, file in tensors.items() if not is_of_activations(name)}
     for module in modules:
         matrix = _opened(tensors, module, packing, layout)
-        found = {name: file for name, file in found.items() if name.removeprefix(module) not in matrix.parts}
+        for part in matrix.parts:
+            del found[module + part]
         found[matrix.name] = matrix
     return Source(found)
 
