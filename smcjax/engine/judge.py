@@ -169,7 +169,7 @@ class Judge:
             self._cache = create_cache(self._config, self._params, num_pages=self._scratch + _KEPT, page_size=_PAGE)
 
     def _items(self, text: str) -> list[_Item]:
-        """What is to be computed for a text, whose value is the sum: of a verdict's two, one where both are a token."""
+        """Returns the items whose values add up to the text's: two of verdicts, one where both are a token."""
         if self.verdicts is None:
             tokens = self._encoded(text)
             last = len(tokens) - 1

@@ -56,7 +56,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def log_probability(made: Made, judge: Judge, text: str, ending: str) -> float:
-    """Of the ending's tokens behind those of the text, in float64."""
+    """Sums log-probabilities of the ending's tokens behind the text's, in float64."""
     _, config, weights = made
     begin, whole = judge._tokenizer.encode(text), judge._tokenizer.encode(text + ending)
     assert whole[: len(begin)] == begin
@@ -84,7 +84,7 @@ def test_a_label_is_its_log_probability(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verdicts", [("y", "n"), ("yes", "no"), ("same", "samba"), ("a", "ab"), ("a" * 20, "b")])
 def test_verdicts_are_ratios_of_probabilities(language: Made, verdicts: tuple[str, str]) -> None:
-    """Of one token or of many, of one length or two, also where a page ends amid them."""
+    """Verdicts have one token or many, one length or two, and may cross a page's end."""
     judge = Judge(language[0], "{prompt}: {text} Good? ", verdicts=verdicts)
     texts = [*TEXTS, *("z" * count for count in range(30, 66, 5))]
     wanted = [

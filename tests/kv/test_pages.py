@@ -293,6 +293,6 @@ def test_cache_slots_hold_references_of_their_own(history: list[tuple[bool, list
             kept -= set(slots)
         assert_pages_sound(jnp.concatenate([pages, cached]), pool)
         assert [slot for slot in range(6) if cached[slot] == pages[slot]] == sorted(kept)
-    pool = _release(pool, pages)  # what nobody names but the slots stays
+    pool = _release(pool, pages)  # what slots alone name stays
     assert_pages_sound(cached, pool)
     assert int(pool.num_free) == 7 - len(kept)

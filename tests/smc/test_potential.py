@@ -167,7 +167,7 @@ def test_the_terms_telescope_through_forks(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", [{"ess_threshold": 1.0}, {"pipelined": True}, {"control": 0.3}], ids=str)
 def test_log_probabilities_are_the_targets_own(config: dict[str, Any]) -> None:
-    """Those of each row's tokens, copies' too: temperature and minimum as the request has them."""
+    """Log-probabilities are those of each row's tokens, copies' too, by the request's temperature and minimum."""
     state, _ = run(**config, potentials=(Likelier(0.5),))
     after = reference.language_model(PAIR.target, PAIR.params.target, 24)
     for group, (rows, ask) in enumerate(zip(outputs(state), ASKS, strict=True)):

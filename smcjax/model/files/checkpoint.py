@@ -234,7 +234,7 @@ def load_checkpoint(
 
 @dataclasses.dataclass
 class Rounding:
-    """What rounding to eight bits has cost so far, of the matrices that a file keeps in another quantisation."""
+    """Sums what rounding to eight bits has cost so far, over matrices that a file keeps in another quantisation."""
 
     formats: set[str] = dataclasses.field(default_factory=set)
     squared_error: float = 0.0

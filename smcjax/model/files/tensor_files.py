@@ -39,7 +39,7 @@ class Tensors(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
     def rows(self, name: str) -> Any: ...
     def narrow(self, name: str) -> str | None:
-        """What a matrix is stored in, if that is narrower than every float dtype and not a `Quantization`."""
+        """Names what a matrix is stored in, if it is narrower than float dtypes and no `Quantization`; else None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Source:
     storage: Storage | None = None  # of the matrices that have scales
 
     def narrow(self, name: str) -> str | None:
-        """What a matrix is stored in, as `Tensors` say."""
+        """Names what a matrix is stored in, as `Tensors` do."""
         return self.tensors[name].narrow(name)
 
     def rows(self, name: str) -> Any:

@@ -41,7 +41,7 @@ async def read(stream: ChunkStream) -> RequestOutput:
 
 
 def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
-    """The same tokens; log-probabilities may round otherwise."""
+    """Tokens are the same; log-probabilities may round otherwise."""
     (answer,), (other,) = output.outputs, expected.outputs
     assert (output.error, answer.token_ids, answer.finish_reason) == (None, other.token_ids, other.finish_reason)
     assert (answer.top_logprobs is None) == (other.top_logprobs is None)
