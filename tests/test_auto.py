@@ -193,6 +193,7 @@ def answer(decoding: Any, tmp_path: Path, *, draft: bool = True) -> tuple[Any, A
         return llm.decoding, output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_an_llm_says_what_it_chose(tmp_path: Path) -> None:
     """On a CPU, where one candidate is fastest."""
     assert answer("auto", tmp_path) == answer(Rejection(), tmp_path)

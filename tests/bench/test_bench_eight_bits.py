@@ -36,6 +36,7 @@ def test_divergences_are_those_of_the_definition() -> None:
     assert bool(same.all())
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing_and_more_rounding_more() -> None:
     config, params = load_checkpoint(DRAFT, "float32")
     ids = list(range(5, 25))

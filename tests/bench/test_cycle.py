@@ -68,6 +68,7 @@ def test_what_a_device_reads_is_measured_where_records_compare_it(monkeypatch: p
     assert rates == [cycle.Rates(3e12, 1e12), cycle.Rates(3e12, 1e12, 2e12)]
 
 
+@pytest.mark.slow
 def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     plain, quantised = Models("tiny-target", "tiny-draft"), Models("tiny-target", "tiny-draft", "int8", "int8")
     decoding = SMC(3, 2, control=0, ess_threshold=0.0)

@@ -160,6 +160,7 @@ def test_a_forward_reads_the_stored_sets_and_still_routes(sparse: SparseVerifica
     assert RANKS not in texts["dropped"]
 
 
+@pytest.mark.slow
 def test_layers_that_take_blocks_have_no_sets_of_their_own() -> None:
     """Under a schedule of every other layer, two of three."""
     forward, arguments = verification(SparseVerification("merged", QUERIES, schedule=2))

@@ -19,6 +19,7 @@ from smcjax.decoding.distribution import SamplingDistribution, processed_logits
 from smcjax.decoding.row_feature import RowFeature
 from smcjax.engine.run.constraints import make_tables
 from smcjax.structured.automaton import Automaton
+from tests.weights import normal
 
 VOCAB, ROWS = 7, 3
 TOKENS = jnp.asarray([[1, 4, 2], [0, VOCAB, 3], [5, 2, 5]])  # VOCAB stands for no token
@@ -81,7 +82,7 @@ def constraint() -> RowConstraint:
 
 
 FEATURES = {"adjustments": adjustments, "constraint": constraint, "own": lambda: NotTwice(jnp.zeros(ROWS, jnp.int32))}
-LOGITS = jax.random.normal(jax.random.key(3), (ROWS, VOCAB))
+LOGITS = jnp.asarray(normal(jax.random.key(3), (ROWS, VOCAB)))
 
 
 @pytest.mark.parametrize("make", FEATURES.values(), ids=FEATURES)

@@ -47,6 +47,7 @@ def adjusted(llm: LLM, output: RequestOutput, params: SamplingParams) -> np.ndar
     return rows
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_adjusted_logits(plain: LLM, rejecting: LLM) -> None:
     """Four requests at once, each with its own; drafts that repeat within a block are seen as repeating."""
     params = [dataclasses.replace(GREEDY, **change) for change in CHANGES]

@@ -58,6 +58,7 @@ def test_a_bar_is_for_a_terminal(
     assert ("\rCompiling" in capfd.readouterr().err) == (terminal and use_tqdm)
 
 
+@pytest.mark.slow
 def test_the_first_answer_shows_what_it_waits_for(
     pair: Pair, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_what_is_under_way_at_an_abort_is_told_as_well(untraced: LLM, lag: int) 
         engine._lag = before
 
 
+@pytest.mark.slow
 def test_who_begins_again_is_told_of_no_cycle_twice(untraced: LLM) -> None:
     """A preempted request goes through the same cycles once more; its reader goes on where it was."""
     engine = untraced.engine

@@ -89,6 +89,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_smc_drafts_by_a_head_of_the_whole_vocabulary(whole: Path) -> None:
     """Answers and evidence are the same from cached pages as from none."""
     with llm_of(whole, SMC(n_particles=3, gamma=2), max_num_seqs=1) as llm:

@@ -209,6 +209,7 @@ def steered(pair: Pair) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_a_judge_steers_a_request(steered: LLM, reward: Made) -> None:
     """Its evidence and weights are those of a function with the oracle's numbers, seed by seed; another's are not."""
     directory, config, weights = reward

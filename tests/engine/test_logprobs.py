@@ -127,6 +127,7 @@ def test_a_stop_string_cuts_the_scores_too(plain: LLM) -> None:
     assert cut.top_logprobs == (whole.top_logprobs or [])[: len(cut.token_ids)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llm", "plain"])
 def test_prompts_are_scored_whatever_is_cached(name: str, request: pytest.FixtureRequest) -> None:
     """In chunks of eight tokens, one prompt or several together; a request that asks takes nothing from the cache."""

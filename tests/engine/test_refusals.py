@@ -289,6 +289,7 @@ def test_stop_strings_at_another_power(pair: Pair) -> None:
     assert message.startswith("request 0: stop strings change the law at power 2.0")
 
 
+@pytest.mark.slow
 def test_power_and_temperature_beyond_what_float32_weighs(pair: Pair) -> None:
     """`power` is the engine's and temperature the request's, so the request is refused; the bound itself is taken."""
     for power, temperature in ((500.0, 0.5), (1.0, 0.001), (1000.0, 1.0)):

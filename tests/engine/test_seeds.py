@@ -135,6 +135,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_replays_them(pair: Pair) -
     assert not set(session(100)) & set(one)
 
 
+@pytest.mark.slow
 def test_a_seeded_request_takes_nothing_from_the_engine(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, seed=9)
     first = llm.generate("ab", params, use_tqdm=False)[0]

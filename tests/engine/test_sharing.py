@@ -13,6 +13,7 @@ from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 FIELDS: dict[str, int] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "page_size": 4}
 
 
+@pytest.mark.slow
 def test_decoders_share_weights(pair: Pair, plain: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     sampled = SamplingParams(seed=3, max_tokens=12)

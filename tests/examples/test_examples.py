@@ -41,6 +41,7 @@ def test_a_server_is_asked_by_the_official_client(capsys: pytest.CaptureFixture[
     assert RIGHT in printed("serve_and_ask", capsys)
 
 
+@pytest.mark.slow
 def test_a_rule_of_ones_own_is_proved_and_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert RIGHT in printed("own_acceptance", capsys)
 

@@ -19,7 +19,7 @@ from smcjax.model.params import FOLDED, init_params
 from smcjax.pallas import PendingNorm
 from tests.helpers import noisy_params, tiny_config
 
-TOKENS = jax.random.randint(jax.random.key(0), (1, 16), 0, 11)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (1, 16), np.int32))
 _logits = jax.jit(logits, static_argnums=0)
 
 

@@ -34,6 +34,7 @@ def bench(server: Running, capsys: pytest.CaptureFixture[str], *options: str) ->
     return code, row, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--request-rate", "50"), ("--max-concurrency", "1")])
 def test_figures(server: Running, ask: Any, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
     ask("ab", "abc", "abcd", "a", "b")

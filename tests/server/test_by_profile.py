@@ -74,6 +74,7 @@ def test_it_is_listed(by_profile: Running) -> None:
     assert listed[NAME] == {"decoder": NAME, "decoding": "rejection", "exact": True, "n_candidates": 2, "gamma": 2}
 
 
+@pytest.mark.slow
 def test_it_answers_what_smc_refuses(by_profile: Running) -> None:
     ask = {"prompt": "ab", "max_tokens": 8, "ignore_eos": True, "smc": {}, "model": "pair", "temperature": 0}
     with by_profile.http() as http:

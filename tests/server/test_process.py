@@ -66,6 +66,7 @@ def process(pair: Pair, request: pytest.FixtureRequest) -> Iterator[tuple[subpro
         process.kill()
 
 
+@pytest.mark.slow
 def test_signals(process: tuple[subprocess.Popen[str], str]) -> None:
     server, url = process
     with httpx.stream("POST", f"{url}/v1/completions", json=ASK, timeout=120) as stream:

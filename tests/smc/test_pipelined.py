@@ -138,6 +138,7 @@ def answered(**config: Any) -> tuple[smc.State, list[smc.Info]]:
     return finish(program, PAIR.params, start(program, PAIR.params, ASKS))
 
 
+@pytest.mark.slow
 def test_pages_are_counted_and_given_back() -> None:
     """Law 5 after every cycle, and no page is left behind."""
     program = PAIR.program(24, pipelined=True, ess_threshold=1.0)

@@ -89,6 +89,7 @@ def test_cases_reach_every_kind_of_end() -> None:
     assert len({(len(row.tokens) - len(ask.prompt) - 1) % 4 for ask, row in rows}) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"ess_threshold": 0.0}, {"power": 1.01}, {"draft_temperature": 1.01}, {"resampling": "multinomial"}]
 )

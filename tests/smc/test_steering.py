@@ -204,6 +204,7 @@ def test_a_copy_has_the_value_of_the_row_that_it_was() -> None:
     assert wrong(followed(ignores_parents)) > 0.1
 
 
+@pytest.mark.slow
 def test_a_group_that_waits_stands_still() -> None:
     """Its tokens are those of a run without a wait; the others' too."""
     program = PAIR.program(24, page_size=4, n_particles=4, gamma=2, ess_threshold=1.0)

@@ -186,6 +186,7 @@ def test_golden_logits(name: str, order: str, mode: str, size: int) -> None:
 TOGETHER = [(CHAIN, "bfs", 16), (TREE, "dfs", 16), (CHAIN, "dfs", 32)]  # with eight compressed tokens a page or more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "order", "page_size"), [(CHAIN, "bfs", 8), (TREE, "dfs", 2), *TOGETHER])
 def test_layers_take_the_blocks_of_earlier_ones(name: str, order: str, page_size: int) -> None:
     """Each query and head those of the nearest layer before that selects: what the oracle computes along a path.

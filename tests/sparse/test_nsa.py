@@ -268,6 +268,7 @@ class RawCopies(NSA):
         return super().paged_branches(projection, cache, view, earlier)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", range(3, 9))
 def test_forks_are_like_rows_alone(shared: int) -> None:
     """Two rows go their ways behind `shared` common positions.
@@ -372,6 +373,7 @@ class SmallModel:
         return np.asarray(logits[0]), np.asarray(selected[:, 0])
 
 
+@pytest.mark.slow
 def test_golden_chains() -> None:
     """A block of drafts behind a prompt of each length, all accepted and another token fed; and greedy decoding."""
     o, arrays = golden("chain_C1to4")

@@ -54,6 +54,7 @@ def own(kind: AttentionKind) -> Attend:
     return attend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_values_and_gradients_are_the_kinds(kind: AttentionKind) -> None:
     config = config_of(kind)

@@ -86,6 +86,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on(
     whole: tuple[Path, Report], tuned: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

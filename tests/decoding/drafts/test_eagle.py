@@ -31,6 +31,7 @@ from smcjax.pallas.dispatch import implementations
 from tests import exact
 from tests.helpers import Ask, assert_pages_sound, batch, tiny_config, tiny_params
 from tests.smc.reference import language_model
+from tests.weights import normal
 
 V, MAX_MODEL_LEN, LENGTH, CHUNK = 5, 24, 32, 3
 TARGET = tiny_config(V, num_layers=2)
@@ -46,9 +47,11 @@ def head_of(ids: tuple[int, ...] | None, aux_layers: tuple[int, ...] = (0, 1, 2)
     leaves, tree = jax.tree.flatten(eagle_shapes(config, jnp.float32))
     keys = jax.random.split(jax.random.key(5), len(leaves))
     weights = [
-        jax.random.normal(key, leaf.shape) * 1.5 / np.sqrt(leaf.shape[-1])
-        if len(leaf.shape) > 1
-        else 1 + 0.2 * jax.random.normal(key, leaf.shape)
+        jnp.asarray(
+            normal(key, leaf.shape) * np.float32(1.5 / np.sqrt(leaf.shape[-1]))
+            if len(leaf.shape) > 1
+            else 1 + np.float32(0.2) * normal(key, leaf.shape)
+        )
         for key, leaf in zip(keys, leaves, strict=True)
     ]
     params: EagleParams = jax.tree.unflatten(tree, weights)

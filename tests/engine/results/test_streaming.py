@@ -119,6 +119,7 @@ def stream(llm: LLM, prompt: object, params: SamplingParams) -> list[StreamChunk
     return list(llm.generate_stream(prompt, params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [None, "a", ["k", "qq"]])
 def test_chunks_make_up_the_answer(llm: LLM, plain: LLM, stop: object) -> None:
     for engine in (llm, plain):

@@ -76,6 +76,7 @@ class Held:
         monkeypatch.setattr(Runner, "compile", held)
 
 
+@pytest.mark.slow
 def test_plain_requests_go_on_while_programs_for_another_compile(
     pair: Pair, alone: Callable[[SamplingParams], RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,7 @@ def test_answers_by_a_grammar(name: str, request: pytest.FixtureRequest) -> None
     assert not any(is_sum(text, 2) for text in ("cx", "acb" * 2, "aaacbbb", "xc", "cc", "ac", "+c")), "control"
 
 
+@pytest.mark.slow
 def test_greedy_and_truncated(plain: LLM) -> None:
     """The mask comes first: the likeliest, or the k likeliest, of the allowed tokens."""
     for changes in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}):

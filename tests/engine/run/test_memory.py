@@ -140,6 +140,7 @@ def test_an_llm_on_a_gpu_takes_its_share(pair: Pair, monkeypatch: pytest.MonkeyP
         smc_llm(pair, gpu_memory_utilization=0.2)
 
 
+@pytest.mark.slow
 def test_too_few_pages_for_one_request(pair: Pair) -> None:
     with smc_llm(pair, num_pages=9, max_num_seqs=1) as small:
         with pytest.raises(ValueError, match=r"^request 1: it may need 12 KV pages and there are 8; raise num_pages"):

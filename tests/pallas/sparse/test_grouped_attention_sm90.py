@@ -258,6 +258,7 @@ def test_more_pairs_than_a_launch_takes(patch_programs: Any) -> None:
     assert launches.count("grouped_attention") == 2  # of one request and of two, whose shapes are traced once each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
 @pytest.mark.parametrize(
     ("rows", "groups", "heads"),

@@ -27,6 +27,7 @@ def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     return response.json()
 
 
+@pytest.mark.slow
 def test_the_population_is_the_engines(server: Running, client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {name: value for name, value in ASK.items() if name != "ignore_eos"}
     reply = client.completions.create(model="pair", **fields, extra_body={"ignore_eos": True, "smc": {}})

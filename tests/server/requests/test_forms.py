@@ -24,6 +24,7 @@ GRAMMAR = 'start: "(" start ")" | "x" | "y"'
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [SMC_NAME, EXACT_NAME])
 def test_a_schema_by_openais_own_field(client: openai.OpenAI, model: str) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
