@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from smcjax.files import MIB, Unreadable, read_json
@@ -111,15 +112,17 @@ def _ratio_map(
     if not ratios:
         return None
     panels_of, lines, columns = (sorted({key[place] for key in ratios}) for place in range(3))
-    largest = max(1.5, *ratios.values())
+    largest = max(1.5, *(max(ratio, 1 / ratio) for ratio in ratios.values()))
     figure, panels = _figure(len(panels_of))
     for panel, which in zip(panels, panels_of, strict=True):
         values = [[ratios.get((which, line, column), float("nan")) for column in columns] for line in lines]
-        picture = panel.imshow(values, cmap="RdBu", vmin=2 - largest, vmax=largest, aspect="auto", origin="lower")
+        norm = LogNorm(1 / largest, largest)  # a ratio and its inverse are equally dark
+        picture = panel.imshow(values, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
         for y, line in enumerate(values):
             for x, value in enumerate(line):
                 if value == value:
-                    panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize="small")
+                    color = "white" if max(value, 1 / value) > largest**0.7 else "black"
+                    panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize="small", color=color)
         panel.set_xticks(range(len(columns)), columns)
         panel.set_yticks(range(len(lines)), lines)
         panel.set_xlabel(AXES[by[2]])
