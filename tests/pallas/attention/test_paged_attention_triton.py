@@ -106,13 +106,13 @@ def test_a_groups_common_prefix_is_read_by_all_its_rows(lengths: list[int], how:
     check(poisoned, clean, Tuning(16, 16, 2, 2, 4, 2, settled=True), rows=3, **how)
 
 
-def test_the_last_block_of_a_tile_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_block_of_a_tile_merges(patch_programs: Patch) -> None:
     """Rows of several tiles, in which those of groups end. Control: counted from 1 on, blocks merge too early."""
     poisoned, clean = case([90, 84, 87], [0, 4, 3], rows=3, columns=9)
     tuning = Tuning(16, 16, 2, 3, 4, 2, settled=False)
     assert poisoned["q"].shape[1] * poisoned["q"].shape[2] // poisoned["key_pages"].shape[2] % 16
     check(poisoned, clean, tuning, rows=3)
-    monkeypatch.setattr(launch, "arrivals", lambda count: jnp.ones(count, jnp.int32))
+    patch_programs(launch, "arrivals", lambda count: jnp.ones(count, jnp.int32))
     with pytest.raises(AssertionError):
         check(poisoned, clean, tuning, rows=3)
 
