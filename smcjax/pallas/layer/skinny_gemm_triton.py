@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from smcjax.device import HOPPER, SHARED_MEMORY, this_device
 from smcjax.matmul import Quantized
 from smcjax.pallas.triton import launch as triton
+from smcjax.quantization import Quantization
 
 FLOAT8 = jnp.dtype("float8_e4m3fn")
 MAX_ROWS = 288  # of x
@@ -23,6 +24,7 @@ MAX_TILE_ROWS = 144  # of x that a block multiplies
 MAX_SWIGLU_ROWS = 16  # of x that SwiGLU is joined with: sums and squares of more take registers (dev/LOG.md)
 MIN_TILE = 16  # of tensor cores, along any axis
 MIN_COLUMNS = 128  # of W
+ROUNDED = 8192  # numbers of a row that a block rounds at once
 FLOAT8_CAPABILITY = 89  # that multiplies eight bits by eight bits
 # The rule for what was not measured.
 IN_FLIGHT = 64 << 10  # bytes of W that the blocks of one multiprocessor ask for ahead
@@ -248,10 +250,33 @@ def eight_bits_triton(
 ) -> Float[Array, "*shape O"]:
     """Computes `skinny_gemm_eight_bits` by the kernel, rounding once behind the sum, `add_to` included."""
     result = x.dtype if out is None else out
-    rounded, of_x = matrix.kind.round(x) if matrix.kind.rounds_activations else (x, None)
+    rounded, of_x = round_triton(x, matrix.kind, interpret=interpret) if matrix.kind.rounds_activations else (x, None)
     return _product(
         matrix.kind.ordered(rounded), matrix.values, of_x, matrix.scale, add_to, result, tuning, interpret
     )  # fmt: skip
+
+
+def round_triton(
+    x: Float[Array, "*shape I"], kind: Quantization, *, interpret: bool = False
+) -> tuple[Shaped[Array, "*shape I"], Float[Array, "*shape"]]:
+    """Computes `kind.round`, of a kind whose numbers are not whole, in one launch."""
+    from smcjax.pallas.layer.skinny_gemm_triton_kernel import rounded
+
+    *shape, columns = x.shape
+    rows = x.size // columns
+    values, scale = triton.launch(
+        rounded,
+        x.reshape(rows, columns),
+        out=(jax.ShapeDtypeStruct((rows, columns), jnp.dtype(kind.dtype)), jax.ShapeDtypeStruct((rows,), jnp.float32)),
+        grid=(rows,),
+        warps=8,
+        stages=1,
+        interpret=interpret,
+        WIDTH=columns,
+        BLOCK=min(ROUNDED, triton.power_of_two(columns)),
+        LARGEST=kind.largest,
+    )
+    return values.reshape(x.shape), scale.reshape(shape)
 
 
 def _product(

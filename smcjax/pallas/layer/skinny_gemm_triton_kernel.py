@@ -9,6 +9,8 @@ the tensor cores and x on the short one, as tokens are few: sums are [outputs, r
 A matrix of too few rows to keep a GPU busy is divided along its columns as well. Blocks then leave their sums in
 float32, [shares, rows, outputs]. The block that is the last one of a tile to do so adds them up, in the order of the
 shares whichever block that is.
+
+Rows of x that are multiplied in float8 are rounded by a launch of their own, a row a block: `rounded`.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -214,3 +216,34 @@ def skinny_swiglu(
     is_there = (row < ROWS)[None, :] & (place < WIDTH)[:, None]
     gated = (gate / (1 + tl.exp(-gate)) * up).to(h.dtype.element_ty)
     tl.store(h + row[None, :] * WIDTH + place[:, None], gated, mask=is_there)
+
+
+@triton.jit
+def rounded(
+    x,  # [rows, WIDTH]
+    values,  # [rows, WIDTH] float8
+    scale,  # [rows] f32
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Rounds one row to float8 by its largest magnitude, as `Quantization.round` does."""
+    row = tl.program_id(0)
+    x += row.to(tl.int64) * WIDTH
+    values += row.to(tl.int64) * WIDTH
+    column = tl.arange(0, BLOCK)
+    # The row's largest magnitude. What is not a number stays one below, whatever the scale.
+    most = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        number = tl.load(x + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(number))
+    of_row = tl.max(most, axis=0) * (1 / LARGEST)  # as XLA divides by a constant
+    of_row = tl.where(of_row > 0, of_row, 1.0)
+    tl.store(scale + row, of_row)
+    # The row again, from the L1. A quotient that was rounded beyond the largest number would be no number in float8.
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        is_there = start + column < WIDTH
+        number = tl.load(x + start + column, mask=is_there, other=0.0).to(tl.float32)
+        number = tl.div_rn(number, of_row)
+        number = tl.clamp(number, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(values + start + column, number.to(values.dtype.element_ty), mask=is_there)

@@ -85,7 +85,7 @@ def _interpret(
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     builder = interpreter.InterpreterBuilder
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast, dot, convert = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
 
     def cast_rounding(self: Any, source: Any, to: Any) -> Any:  # bfloat16 is kept as uint16 and would be truncated
         kinds = [str(one.scalar) for one in (source.dtype, to)]
@@ -94,6 +94,11 @@ def _interpret(
         numbers = source.data.view(jnp.bfloat16) if kinds[0] == "bf16" else source.data
         found = numbers.astype(jnp.bfloat16 if kinds[1] == "bf16" else interpreter._get_np_dtype(to))
         return interpreter.TensorHandle(found.view(interpreter._get_np_dtype(to)), to.scalar)
+
+    def to_float8(self: Any, source: Any, to: Any, mode: Any) -> Any:  # Triton's own loses what rounding carries over
+        if str(to.scalar) != "fp8e4nv" or str(source.dtype.scalar) != "fp32":
+            return convert(self, source, to, mode)
+        return interpreter.TensorHandle(source.data.astype(jnp.float8_e4m3fn).view(np.uint8), to.scalar)
 
     def dot_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
         wide = [cast_rounding(self, one, tl.float32) if str(one.dtype.scalar) == "bf16" else one for one in (a, b)]
@@ -110,7 +115,7 @@ def _interpret(
     function = getattr(importlib.import_module(module), name)
     with (
         mock.patch.object(interpreter, "_patch_lang_tensor", patched),
-        mock.patch.multiple(builder, cast_impl=cast_rounding, create_dot=dot_of_numbers),
+        mock.patch.multiple(builder, cast_impl=cast_rounding, create_dot=dot_of_numbers, create_fp_to_fp=to_float8),
     ):
         Executor(function.rewrite(), function.arg_names, grid)(*map(Buffer, [*inputs, *results]), **static)
     return results

@@ -17,9 +17,11 @@ from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_eight_bits, skinny_gemm_swiglu
 from smcjax.pallas.layer.skinny_gemm_triton import (
     MAX_ROWS,
+    ROUNDED,
     Tuning,
     eight_bits_triton,
     product_triton,
+    round_triton,
     shared_memory,
     swiglu_product_triton,
     tile_rows,
@@ -106,6 +108,24 @@ def test_swiglu(rows: int, tuning: Tuning) -> None:
     ):
         with pytest.raises(AssertionError):
             check(got, exact_swiglu(x, w))
+
+
+@pytest.mark.parametrize("shape", [(72, 272), (2, 2, 128), (2, ROUNDED + 48)], ids=str)
+def test_rows_are_rounded_as_their_kind_says(shape: tuple[int, ...]) -> None:
+    """Bit for bit: of zeros, of what is not a number, and of numbers that are the largest. A row's own scale counts."""
+    kind = QUANTIZATIONS["float8"]
+    x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16) * jnp.bfloat16(3)
+    x = x.reshape(-1, shape[-1]).at[0].set(0).at[1, 5].set(jnp.nan).reshape(shape)
+    got, want = round_triton(x, kind, interpret=True), kind.round(x)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+    values, others = (np.asarray(pair[0], np.float32).reshape(-1, shape[-1]) for pair in (got, want))
+    sound = np.arange(len(values)) != 1
+    np.testing.assert_array_equal(values[sound], others[sound])
+    np.testing.assert_array_equal(np.asarray(got[1]).ravel()[sound], np.asarray(want[1]).ravel()[sound])
+    assert np.isnan(values[1, 5])
+    more = np.asarray(kind.round(x.at[..., -1].set(40))[0], np.float32).reshape(-1, shape[-1])
+    assert (values[sound] != more[sound]).any(), "control"
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
@@ -221,7 +241,7 @@ def test_few_rows_are_gated_by_the_product() -> None:
 def test_eight_bits_are_multiplied_by_the_kernel(kind: str) -> None:
     x = jax.ShapeDtypeStruct((9, 4096), jnp.bfloat16)
     text = lowered(lambda x, matrix: skinny_gemm_eight_bits(x, matrix), x, shape_of(kind, 28672, 4096))
-    assert calls(text) == 1
+    assert calls(text) == 1 + QUANTIZATIONS[kind].rounds_activations
     assert "stablehlo.dot_general" not in text
     wide = jax.ShapeDtypeStruct((9, 4096), jnp.float32)
     assert calls(lowered(lambda x, matrix: skinny_gemm_eight_bits(x, matrix), wide, shape_of(kind, 4096, 4096))) == 0
