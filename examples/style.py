@@ -1,6 +1,6 @@
 """A model judges while another one writes: film reviews that a small chat model finds good.
 
-SmolLM2 continues beginnings of reviews; its draft is the same without two layers. The judge is SmolLM2 too, asked
+SmolLM2 continues beginnings of reviews; its draft is the same without two layers. The judge is the same SmolLM2, asked
 whether a review is good: log p(" good") − log p(" bad"), after each eighth token and at the end. The picture has the
 verdict's mean in the populations over the potential's exponent, ± two standard errors over the beginnings.
 
@@ -22,10 +22,9 @@ ASK = "<|im_start|>user\nIs this review good or bad?\n{prompt}{text}<|im_end|>\n
 
 
 def main(count: int = 6, n: int = 8, largest: int = 8, picture: str = "style.svg") -> None:
-    beginnings, judge = BEGINNINGS[:count], Judge("smollm2", ASK, verdicts=(" good", " bad"))
-    exponents, means, halves = (0, largest // 4, largest), [], []
+    beginnings, exponents, means, halves = BEGINNINGS[:count], (0, largest // 4, largest), [], []
 
-    def verdict(beginning: str, output: RequestOutput) -> float:
+    def verdict(judge: Judge, beginning: str, output: RequestOutput) -> float:
         """The population's mean."""
         texts = [particle.text for particle in output.smc.particles]
         weights = [particle.weight for particle in output.smc.particles]
@@ -33,11 +32,14 @@ def main(count: int = 6, n: int = 8, largest: int = 8, picture: str = "style.svg
 
     arguments = {"draft_model": "smollm2", "draft_drop_layers": (3, 12), "max_model_len": 64, "max_num_seqs": 6}
     with LLM("smollm2", decoding=SMC(n_particles=n, gamma=4, control=1), **arguments) as llm:
+        judge = Judge(llm, ASK, verdicts=(" good", " bad"))
         for exponent in exponents:
             common = {"max_tokens": 24, "temperature": 0.8, "potentials": [TextPotential(judge, 8, None, exponent)]}
             params = [SamplingParams(seed=seed, **common) for seed in range(count)]
             outputs = llm.generate(beginnings, params, use_tqdm=False)
-            verdicts = [verdict(beginning, output) for beginning, output in zip(beginnings, outputs, strict=True)]
+            verdicts = [
+                verdict(judge, beginning, output) for beginning, output in zip(beginnings, outputs, strict=True)
+            ]
             means.append(fmean(verdicts))
             halves.append(2 * stdev(verdicts) / count**0.5)
             print(

@@ -17,6 +17,7 @@ import os
 import string
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from smcjax.device import on_cpu
+from smcjax.engine.llm import LLM
 from smcjax.engine.run.settings import own_settings
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.errors import CheckpointError
@@ -70,15 +72,18 @@ class _Work:
 
 
 class Judge:
-    """Values texts by a model of a Hugging Face directory, hub id or GGUF file, for `TextPotential(Judge(…))`.
+    """Values texts by a model of a Hugging Face directory, hub id or GGUF file, or an `LLM`'s target.
+
+    `TextPotential(Judge(…))` steers by it.
 
     A sequence classifier (`…ForSequenceClassification`) of one label is a reward model, whose score is the value; one
     of several gives the log-probability of `label`. A language model gives log p(yes) − log p(no) of the two
     `verdicts` behind the text. The judge has its own tokenizer, and its weights beside the engine's on the default
-    device, bfloat16 on a GPU and float32 on a CPU. Threads may share it.
+    device, bfloat16 on a GPU and float32 on a CPU. Of an `LLM` it reads the target's own arrays, while that is open,
+    and has pages of its own. Threads may share it.
 
     Attributes:
-        model: the directory, hub id or file.
+        model: the directory, hub id or file, or an `LLM` on one device.
         template: the text that is judged, of `{prompt}` and `{text}`, the answer or its beginning, as `str.format`
             writes it; a chat's special tokens are written out.
         verdicts: two texts that may follow, as (" yes", " no"), for a language model.
@@ -90,7 +95,7 @@ class Judge:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | LLM,
         template: str = "{prompt}{text}",
         *,
         verdicts: tuple[str, str] | None = None,
@@ -99,13 +104,13 @@ class Judge:
         self.model, self.template = model, template
         self.verdicts, self.label = _pair(verdicts), label
         _check_template(template)
-        path = resolve_model_path(model)
-        tokenizer = Tokenizer.load(path)
+        path = model if isinstance(model, LLM) else resolve_model_path(model)
+        tokenizer = path.tokenizer if isinstance(path, LLM) else Tokenizer.load(path)
         if tokenizer is None:
             raise CheckpointError(f"{path} has no tokenizer, by which a judge reads texts; fetch tokenizer.json")
         self._tokenizer = tokenizer
         with own_settings():
-            if path.is_dir() and is_classifier(path):
+            if isinstance(path, Path) and path.is_dir() and is_classifier(path):
                 self._config, self._params, self._head = load_classifier(path)
                 self._check_label(self._head.shape[0])
             else:
@@ -114,7 +119,7 @@ class Judge:
                         f"verdicts is {short(verdicts)} and label {label!r}, and {path} is a language model; give "
                         'verdicts=(" yes", " no") or likewise, and no label.'
                     )
-                self._config, self._params = load_checkpoint(path)
+                self._config, self._params = _of_target(path) if isinstance(path, LLM) else load_checkpoint(path)
                 self._head = self._params.unembed
         needed = max(tokenizer.vocab.values(), default=-1) + 1
         if needed > self._config.vocab_size:
@@ -134,6 +139,8 @@ class Judge:
 
     def __call__(self, prompt: str, texts: Sequence[str]) -> list[float]:
         """The value of each of `texts`, as answers to `prompt` or beginnings of them."""
+        if isinstance(self.model, LLM) and self.model._closed:
+            raise ValueError("its LLM is closed and the weights are gone; keep it open while it judges")
         with self._lock, own_settings():
             owners, items = [], []
             for owner, text in enumerate(texts):
@@ -311,6 +318,15 @@ def _page(
     values = logits if is_reward else jax.nn.log_softmax(logits)
     found = jnp.take_along_axis(values, targets, axis=2)
     return cache, jnp.sum(jnp.where(weights != 0, weights * found, 0.0), axis=(1, 2))
+
+
+def _of_target(llm: LLM) -> tuple[ModelConfig, Params]:
+    """The config and arrays of an LLM's target. Raises ValueError where it is closed or on several devices."""
+    if llm._closed:
+        raise ValueError(f"model must be an LLM that is not closed, got {llm}.")
+    if llm.models.devices > 1:
+        raise ValueError(f"model is {llm} on {llm.models.devices} devices, and a judge runs on one; give its path.")
+    return llm.models.target, llm.models.target_params
 
 
 def _pair(verdicts: Any) -> tuple[str, str] | None:

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, CheckpointError, Judge, SamplingParams, TextPotential
+from smcjax import LLM, Autoregressive, CheckpointError, Judge, SamplingParams, TextPotential
 from smcjax.engine import judge as judging
 from smcjax.testing import battery
 from tests.checkpoints import Pair, write_tokenizer
@@ -232,6 +233,42 @@ def test_a_judge_steers_a_request(steered: LLM, reward: Made) -> None:
     assert tokens == same
     assert math.isclose(evidence, of_oracle, abs_tol=1e-3)
     assert abs(weight(lambda prompt, texts: [-value for value in oracle(prompt, texts)])[1] - evidence) > 0.05
+
+
+def test_an_llms_target_judges_by_its_own_arrays(steered: LLM, plain: LLM, pair: Pair) -> None:
+    """As a judge with weights of its own, also of a request that it steers itself; the draft as judge does not."""
+    apart, own = Judge(pair.target, verdicts=("y", "n")), Judge(steered, verdicts=("y", "n"))
+    held = jax.tree.leaves(steered.models.target_params)
+    assert all(mine is its for mine, its in zip(jax.tree.leaves(own._params), held, strict=True))
+    assert Judge(plain, verdicts=("y", "n"))("ask", TEXTS) == apart("ask", TEXTS), "to the last bit"
+    np.testing.assert_allclose(own("ask", TEXTS), apart("ask", TEXTS), atol=1e-5)  # beside a draft padding is cut
+
+    def evidence(judge: Judge) -> float:
+        params = SamplingParams(seed=3, max_tokens=12, potentials=[TextPotential(judge, ask=3, exponent=0.2)])
+        output = steered.generate("ab", params, use_tqdm=False)[0]
+        assert output.error is None
+        assert output.smc is not None
+        return output.smc.log_evidence
+
+    assert math.isclose(evidence(own), evidence(apart), abs_tol=1e-5)
+    assert abs(evidence(Judge(pair.draft, verdicts=("y", "n"))) - evidence(apart)) > 1e-3, "negative control"
+
+
+def test_llms_that_cannot_judge_are_refused(steered: LLM, pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"LLM\(.* is a language model; give verdicts=.*\.$"):
+        Judge(steered)
+    with (
+        mock.patch.object(type(steered.models), "devices", 2),
+        pytest.raises(ValueError, match=r"on 2 devices, and a judge runs on one; give its path\.$"),
+    ):
+        Judge(steered, verdicts=("y", "n"))
+    with LLM(share=steered, decoding=Autoregressive(), max_model_len=48) as other:
+        judge = Judge(other, verdicts=("y", "n"))
+        assert judge("ask", TEXTS) == Judge(steered, verdicts=("y", "n"))("ask", TEXTS)
+    with pytest.raises(ValueError, match="its LLM is closed and the weights are gone; keep it open while it judges"):
+        judge("ask", TEXTS)
+    with pytest.raises(ValueError, match=r"model must be an LLM that is not closed, got LLM\(.*\.$"):
+        Judge(other, verdicts=("y", "n"))
 
 
 def test_what_is_too_long_ends_its_request(steered: LLM, tmp_path: Path) -> None:
