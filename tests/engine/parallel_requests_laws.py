@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, Auto, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, SMC, Auto, Rejection, RequestOutput, SamplingParams, TextPotential
 from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.planner import Profile
+from smcjax.smc import TokenPotential
 from tests.checkpoints import Pair, write_model
 from tests.engine.parallel_laws import TARGET_SHAPE, same_everywhere
 from tests.planner.tables import measured
@@ -70,6 +71,34 @@ def test_requests_that_ask_for_more(tmp_path: Path) -> None:
         ValueError, match=rf"^profile is of {re.escape(on_two)} and this device is {re.escape(on_one)}; "
     ):
         LLM(pair.target, draft_model=pair.draft, decoding=Auto(profile=tmp_path / "p.json"), dtype="float32")
+
+
+def test_potentials_steer_two_devices(tmp_path: Path) -> None:
+    """Of text and of tokens: the tokens and the evidence of one device; a request beside them has none."""
+    own = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
+    target = write_model(tmp_path / "target", 271, 1, **TARGET_SHAPE)
+    draft = write_model(tmp_path / "draft", 264, 2, hidden_size=12, **own)
+    vowels = TextPotential(lambda prompt, texts: [0.5 * sum(map(text.count, "aeiou")) for text in texts], ask=2)
+    asks = [
+        SamplingParams(max_tokens=14, seed=3, potentials=one) for one in ([vowels, TokenPotential(((98, 0.7),))], [])
+    ]
+
+    def steered(size: int) -> list[RequestOutput]:
+        fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4, "dtype": "float32"}
+        decoding = SMC(3, 2, ess_threshold=0.9)
+        with LLM(target, draft_model=draft, decoding=decoding, tensor_parallel_size=size, **fields) as llm:
+            llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(16, 16)
+            outputs = llm.generate(["a tale"] * 2, asks, use_tqdm=False)
+            if size > 1:
+                same_everywhere(llm)
+            return outputs
+
+    one, two = steered(1), steered(2)
+    assert [output.outputs[0].token_ids for output in two] == [output.outputs[0].token_ids for output in one]
+    evidence = [[output.smc.log_evidence for output in outputs] for outputs in (one, two)]
+    np.testing.assert_allclose(evidence[1], evidence[0], atol=1e-4)
+    assert one[0].metrics.resamples
+    assert abs(evidence[0][0] - evidence[0][1]) > 0.1, "negative control"
 
 
 def likeliest(output: RequestOutput) -> list[list[int]]:

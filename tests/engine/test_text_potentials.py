@@ -192,8 +192,11 @@ FAILURES: dict[str, tuple[Any, str]] = {
 def test_a_failure_ends_its_request_alone_in_a_sentence(steered: LLM, failure: str, when: str) -> None:
     function, words = FAILURES[failure]
     broken = TextPotential(function, ask=2) if when == "on the way" else TextPotential(vowels, 2, function)
-    good, bad = generate(steered, PROMPTS[:2], [ask(0, STEERED, ignore_eos=True), ask(1, broken, ignore_eos=True)])
+    params = ask(0, STEERED, ignore_eos=True)
+    alone = generate(steered, PROMPTS[0], params)[0]
+    good, bad = generate(steered, PROMPTS[:2], [params, ask(1, broken, ignore_eos=True)])
     assert good.error is None
+    assert (fingerprint(good), weights_of(good)) == (fingerprint(alone), weights_of(alone))
     assert bad.error is not None
     assert bad.error.startswith("the potential ")
     assert words in bad.error
@@ -235,6 +238,7 @@ def test_a_text_is_asked_once_with_its_prompt(steered: LLM) -> None:
     output = generate(steered, "abc", ask(4, TextPotential(on_the_way, ask=4, complete=whole), ignore_eos=True))[0]
     assert output.smc is not None
     assert len(set(on_the_way.asked)) == len(on_the_way.asked) > 4
+    assert {len(text) % 4 for _, text in on_the_way.asked} <= {0, 3}, "a token is a letter, or an EOS without text"
     assert {prompt for prompt, _ in on_the_way.asked} == {"abc"}
     assert {text for _, text in whole.asked} == {one.text for one in output.smc.particles}
 
@@ -247,34 +251,39 @@ def test_a_regular_expression_says_where(steered: LLM) -> None:
 
 
 def test_preemption_asks_for_nothing_twice(pair: Pair) -> None:
-    """And changes no token."""
+    """And changes no token. Negative control: a follower that begins with no known values asks again."""
     asked = Recorder()
     params = [ask(i, TextPotential(asked, ask=2), max_tokens=20, ignore_eos=True) for i in range(3)]
     with smc_llm(pair, {"n_particles": 4, "gamma": 2}, max_num_seqs=4, admission="optimistic") as llm:
         wanted = [fingerprint(generate(llm, PROMPTS[i], one)[0]) for i, one in enumerate(params)]
-        asked.asked.clear()
-        again = Steering.again
         begun: list[Steering] = []
-        with mock.patch.object(Steering, "again", lambda one: begun.append(one) or again(one)):
-            engine = llm.engine
-            requests = [llm.request(PROMPTS[i], one) for i, one in enumerate(params)]
-            outputs: list[RequestOutput] = []
-            with llm._turn:
-                for request in requests:
-                    engine.add_request(request)
-                for _ in range(5):
-                    outputs += engine.step()
-                preempt = engine._scheduler._preempt
-                now = Schedule(engine._scheduler._size, preempted=[preempt()])
-                with mock.patch.object(engine._scheduler, "schedule", return_value=now):
-                    outputs += engine.step()
-                while engine.busy:
-                    outputs += engine.step()
-    assert begun, "one began again"
-    by_id = {output.request_id: output for output in outputs}
-    assert [fingerprint(by_id[request.request_id]) for request in requests] == wanted
-    counts = collections.Counter(asked.asked)
-    assert max(counts.values()) == 1
+
+        def run(again: Any) -> int:
+            """How often a text is asked about at most, when one request is preempted and goes on by `again`."""
+            begun.clear()
+            asked.asked.clear()
+            with mock.patch.object(Steering, "again", lambda one: begun.append(one) or again(one)):
+                engine = llm.engine
+                requests = [llm.request(PROMPTS[i], one) for i, one in enumerate(params)]
+                outputs: list[RequestOutput] = []
+                with llm._turn:
+                    for request in requests:
+                        engine.add_request(request)
+                    for _ in range(5):
+                        outputs += engine.step()
+                    preempt = engine._scheduler._preempt
+                    now = Schedule(engine._scheduler._size, preempted=[preempt()])
+                    with mock.patch.object(engine._scheduler, "schedule", return_value=now):
+                        outputs += engine.step()
+                    while engine.busy:
+                        outputs += engine.step()
+            assert begun, "one began again"
+            by_id = {output.request_id: output for output in outputs}
+            assert [fingerprint(by_id[request.request_id]) for request in requests] == wanted
+            return max(collections.Counter(asked.asked).values())
+
+        assert run(Steering.again) == 1
+        assert run(lambda one: Steering(one._request, one._tokenizer, one._scorer)) == 2
 
 
 async def _coroutine(prompt: str, texts: list[str]) -> list[float]:

@@ -141,14 +141,22 @@ def ignores_parents(state: smc.State, values: TextValues) -> smc.State:
     return _weigh(dataclasses.replace(state, parent=own), values)
 
 
+def loses_weight(state: smc.State, values: TextValues) -> smc.State:
+    """Planted: what a weight has of a beginning is lost in a row that a resampling made of another one."""
+    own = jnp.arange(state.parent.shape[1], dtype=jnp.int32)
+    kept = jnp.where(state.parent == own[None], state.log_text_potential, 0.0)
+    return _weigh(dataclasses.replace(state, log_text_potential=kept), values)
+
+
 _weigh = steering.weigh_by
 
 
 @pytest.mark.slow
 @pytest.mark.llvm_passes
-def test_a_mistake_is_seen() -> None:
-    """Negative control: terms that do not telescope."""
-    with program_patches(steering, "weigh_by", forgets):
+@pytest.mark.parametrize("mistake", [forgets, loses_weight], ids=lambda one: one.__name__)
+def test_a_mistake_is_seen(mistake: Any) -> None:
+    """Negative control: terms that do not telescope, ever or behind a resampling."""
+    with program_patches(steering, "weigh_by", mistake):
         scores = z_scores(populations(CONFIGS["published"]))
     assert max(map(abs, scores.values())) > 8, scores
 
