@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax.decoders.parts import Ending, Potential, Resampler
+from smcjax.decoders.parts import Ending, Potential, Resampler, hidden_size_of
 from smcjax.decoders.text_potential import TextPotential
 from smcjax.smc.acceptance import Acceptance, Distributions, NewBlock, block_of, decide
 from smcjax.smc.control import at
@@ -228,10 +228,13 @@ def _check_potential(potential: Potential, rng: np.random.Generator) -> None:
     end = np.minimum(begin + rng.integers(0, 8, rows), width).astype(np.int32)
     finished = rng.random(rows) < 0.5
     logprobs = -rng.exponential(2.0, tokens.shape)
+    size = hidden_size_of(potential)
+    hidden = None if size is None else rng.normal(size=(rows, size))
 
     def value(tokens: np.ndarray, order: np.ndarray, logprobs: np.ndarray = logprobs) -> Any:
-        arrays = (jnp.asarray(x[order]) for x in (tokens, begin, end, finished, logprobs))
-        return potential.log_value(Answers(*arrays))
+        of_rows, ends, done, likely = (jnp.asarray(x[order]) for x in (tokens, end, finished, logprobs))
+        own = None if hidden is None else jnp.asarray(hidden[order])
+        return potential.log_value(Answers(of_rows, jnp.asarray(begin[order]), ends, done, likely, hidden=own))
 
     order = np.arange(rows)
     found = value(tokens, order)

@@ -115,6 +115,29 @@ class Stale(Sure):
         return jnp.min(answers.logprobs, axis=1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A potential of hidden states."""
+
+    direction: tuple[float, ...] = (0.3, -0.2, 0.5)
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.direction)
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        assert answers.hidden is not None
+        return answers.hidden @ jnp.asarray(self.direction)
+
+
+class Centred(Linear):
+    """A mistake: a row's value depends on the mean of all rows."""
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        value = super().log_value(answers)
+        return value - value.mean()
+
+
 class Shared(Length):
     """A mistake: a row's value depends on the longest row."""
 
@@ -144,6 +167,7 @@ RIGHT = [
     smc.TokenPotential(((1, 0.3), (2, -float("inf")))),
     Length(),
     Sure(),
+    Linear(),
 ]
 WRONG = [
     (Unweighed(), "times weight of an emitted token must be the target's"),
@@ -154,6 +178,7 @@ WRONG = [
     (Whole(), "must not depend on columns outside the answer"),
     (Stale(), "must not depend on columns outside the answer"),
     (Shared(), "must not depend on other rows"),
+    (Centred(), "must not depend on other rows"),
     (Mutable(), "must be hashable"),
 ]
 

@@ -61,7 +61,10 @@ class Resampler(Protocol):
 
 @runtime_checkable
 class Potential(Protocol):
-    """A factor of the target, as a function of tokens and of their log-probabilities under the target."""
+    """A factor of the target, as a function of tokens and of their log-probabilities under the target.
+
+    A potential with an attribute `hidden_size`, the target's E, reads hidden states as well: `Answers.hidden`.
+    """
 
     def log_value(self, answers: Any) -> Float[Array, " R"]:
         """The log of the factor of each row of `smcjax.smc.potential.Answers`, of that row's answer alone.
@@ -69,3 +72,8 @@ class Potential(Protocol):
         −inf kills a particle. NaN and +inf end its request with an error.
         """
         ...
+
+
+def hidden_size_of(potential: Potential) -> int | None:
+    """The width of the hidden states that a potential reads; None of one that reads none."""
+    return getattr(potential, "hidden_size", None)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, Literal
 
 from smcjax.decoders import Decoding, Speculation
-from smcjax.decoders.parts import Potential
+from smcjax.decoders.parts import Potential, hidden_size_of
 from smcjax.decoding.drafts.draft_model import DraftModel
 from smcjax.decoding.drafts.proposer import Proposer
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.kv import PagePool, pages_for
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import create_cache, reads_by_kernels
+from smcjax.normalize import short
 from smcjax.pallas.dispatch import implementations
 
 Name = Literal["truncation", "control", "grammar", "adjustments", "logprobs", "prompt_logprobs", "text_potentials"]
@@ -56,7 +57,8 @@ class Program[D: Decoding]:
         disaggregated_axis: the mesh axis of two devices, one of which drafts while the other scores. Only a decoder
             whose drafts do not wait for scores can do so (`SMC(pipelined=True)`). None: each device does both.
 
-    Raises ValueError for a draft or a target that does not suit the decoder, or the draft not the target.
+    Raises ValueError for a draft or a target that does not suit the decoder, a draft or a potential that does not suit
+    the target.
     """
 
     decoding: D
@@ -72,6 +74,7 @@ class Program[D: Decoding]:
         if self.proposer is not None:
             self.proposer.check(self.target)
         self._check_draft()
+        self._check_potentials((*getattr(self.decoding, "potentials", ()), *self.requested_potentials))
         if self.speculation.sparse is not None:
             self.speculation.sparse.check(self.target.selecting.values())
 
@@ -79,6 +82,15 @@ class Program[D: Decoding]:
         """Raises ValueError for `SamplingParams` that the decoder cannot honour exactly, or not with these drafts."""
         self.decoding.check(params)
         self._check_draft(params.control)
+        self._check_potentials(params.device_potentials)
+
+    def _check_potentials(self, potentials: Iterable[Potential]) -> None:
+        for one in potentials:
+            if (size := hidden_size_of(one)) not in (None, self.target.hidden_size):
+                raise ValueError(
+                    f"the potential {short(one)} reads hidden states of {size} numbers and the target's have "
+                    f"{self.target.hidden_size}; use one that was made for this model."
+                )
 
     def _check_draft(self, control: float | None = None) -> None:
         if self.proposer is not None:

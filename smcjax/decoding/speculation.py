@@ -59,7 +59,6 @@ def propose[S: Groups](
     return groups.with_memory(draft=draft), drafts, copies
 
 
-@jax.named_scope("verify")
 def score[S: Groups](
     program: Program[Any],
     params: PairParams,
@@ -73,6 +72,20 @@ def score[S: Groups](
 
     With `once`, rows of a group may share pages of these tokens, which then are the same, and the first row writes.
     """
+    return score_hidden(program, params, groups, drafts, copies, once=once)[:2]
+
+
+@jax.named_scope("verify")
+def score_hidden[S: Groups](
+    program: Program[Any],
+    params: PairParams,
+    groups: S,
+    drafts: Int[Array, "R K"],
+    copies: Copies | None,
+    *,
+    once: bool = False,
+) -> tuple[S, Float[Array, "R C V"], Float[Array, "R C E"]]:
+    """Like `score`, and the hidden states whose unembedding the logits are."""
     width, config, sequences = program.speculation.width, program.target, groups.sequences
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
@@ -91,7 +104,7 @@ def score[S: Groups](
     if aux is not None:
         draft = write_features(program, draft, fused(program, params, aux), view.positions, view.write_pages)
     groups = groups.with_memory(target=cache, draft=draft)
-    return groups, unembed(params.target, hidden)
+    return groups, unembed(params.target, hidden), hidden
 
 
 def propose_tree[S: Groups](

@@ -42,6 +42,8 @@ class NewBlock:
     logprobs: Float[Array, "R C"]  # log p_T at power 1
     last: Int[Array, " R"] | None = None  # the column behind which the block ends; None: all C columns count
     scores: Scores | None = None  # of all columns, where the program reports them
+    # The target's hidden states that each column's logits are of; None where no potential may ask for them.
+    hidden: Float[Array, "R C E"] | None = None
 
 
 class Distributions(NamedTuple):

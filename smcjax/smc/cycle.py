@@ -33,11 +33,11 @@ from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, forbid_stops, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Block, Sequences, cut_block
-from smcjax.decoding.speculation import propose, score
+from smcjax.decoding.speculation import propose, score_hidden
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.acceptance import NewBlock, Scored
 from smcjax.smc.chosen_parts import acceptance_of, ending_of, potentials_of
-from smcjax.smc.potential import Answers
+from smcjax.smc.potential import Answers, reads_hidden
 from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.state import Info, SMCProgram, State
 from smcjax.smc.weights import temper
@@ -50,9 +50,9 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     constraint = row_constraint(state, program.rows)
     proposal = draft_distribution(state, constraint)
     state, drafts, copies = propose(program, params, state, proposal, keep_logits=acceptance.rejects)
-    state, logits = score(program, params, state, drafts.tokens, copies)
+    state, logits, hidden = score_hidden(program, params, state, drafts.tokens, copies)
     scored = scored_drafts(program, state, logits, drafts, constraint)
-    block = acceptance.judge(scored)
+    block = dataclasses.replace(acceptance.judge(scored), hidden=hidden)
     state = end(commit(state, block, potentials_of(program)), ending_of(program.decoding))
     if acceptance.rejects:
         state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
@@ -112,14 +112,19 @@ def commit(state: State, new: NewBlock, potentials: Sequence[Potential] = ()) ->
     )
     increment = jnp.where(live, block_weight(new.increments, block), 0.0)
     sequences = extend(state, new.tokens, new.logprobs, block, live)
-    return weigh(dataclasses.replace(state, sequences=sequences), increment, potentials)
+    log_weight = state.log_weight + state.by_group(increment)
+    state = dataclasses.replace(state, sequences=sequences, log_weight=log_weight)
+    if potentials:
+        hidden = newest_hidden(new, block) if reads_hidden(potentials) else None
+        state = steer(state, potentials, live, hidden)
+    return update_running(state)
 
 
-def weigh(state: State, increment: Float[Array, " R"], potentials: Sequence[Potential]) -> State:
-    """Moves weights by the rows' increments and potentials; ends groups that have failed or have all finished."""
-    log_weight = state.log_weight + increment.reshape(state.log_weight.shape)
-    state = dataclasses.replace(state, log_weight=log_weight)
-    return update_running(steer(state, potentials) if potentials else state)
+def newest_hidden(new: NewBlock, block: Block) -> Float[Array, "R E"]:
+    """The hidden state whose logits each row's newest token was drawn from; any of rows that get none."""
+    assert new.hidden is not None
+    newest = jnp.maximum(jnp.sum(block.counted, axis=1, dtype=jnp.int32) - 1, 0)
+    return jnp.take_along_axis(new.hidden, newest[:, None, None], axis=1)[:, 0].astype(float)
 
 
 def block_weight(increments: Float[Array, "R C"], block: Block) -> Float[Array, " R"]:
@@ -144,15 +149,21 @@ def broken(log_weight: Float[Array, "G N"]) -> Bool[Array, " G"]:
     return (jnp.isnan(log_weight) | jnp.isposinf(log_weight)).any(axis=1) | jnp.isneginf(log_weight).all(axis=1)
 
 
-def steer(state: State, potentials: Sequence[Potential]) -> State:
-    """Moves weights by what the log potentials of the rows' tokens have gained since they were asked last."""
+def steer(
+    state: State, potentials: Sequence[Potential], live: Bool[Array, " R"], hidden: Float[Array, "R E"] | None = None
+) -> State:
+    """Moves weights by what the log potentials of the rows' tokens have gained since they were asked last.
+
+    Rows that are not `live` have no new tokens, and what was asked of theirs stands.
+    """
     sequences, before, wanted = state.sequences, state.log_potential, state.requests.potentials
     begin = state.per_row(state.requests.prompt_length)
     wanted = None if wanted is None else state.per_row(wanted)
     ends = (begin, sequences.length, sequences.finished)
-    answers = Answers(sequences.tokens, *ends, logprobs=sequences.logprobs, wanted=wanted)
+    answers = Answers(sequences.tokens, *ends, logprobs=sequences.logprobs, wanted=wanted, hidden=hidden)
     nothing = jnp.zeros(begin.shape, before.dtype)
     value = state.by_group(sum((one.log_value(answers) for one in potentials), nothing))
+    value = jnp.where(state.by_group(live), value, before)
     gained = jnp.where(jnp.isneginf(state.log_weight), 0.0, value - before)  # a particle once dead stays so
     return dataclasses.replace(state, log_weight=state.log_weight + gained, log_potential=value)
 

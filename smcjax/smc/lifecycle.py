@@ -21,6 +21,7 @@ from smcjax.model.decoder import unembed
 from smcjax.smc.acceptance import NewBlock
 from smcjax.smc.chosen_parts import potentials_of
 from smcjax.smc.cycle import commit
+from smcjax.smc.potential import reads_hidden
 from smcjax.smc.state import SMCProgram, State
 from smcjax.smc.weights import bonus_increment, log_mean_weight, logprob_at, temper
 
@@ -59,12 +60,14 @@ def start(program: SMCProgram, params: PairParams, state: State, last_hidden: Fl
     constraint = row_constraint(state, smc.n_particles)
     allowed = None if constraint is None else constraint.allowed()
     first = draw(keys, masked(smc.power * logits, allowed))
+    potentials = potentials_of(program)
     block = NewBlock(
         tokens=first[:, None],
         increments=bonus_increment(smc.power, logits, allowed)[:, None],
         logprobs=logprob_at(logits, first)[:, None],
+        hidden=state.per_row(last_hidden)[:, None] if reads_hidden(potentials) else None,
     )
-    return commit(state, block, potentials_of(program))
+    return commit(state, block, potentials)
 
 
 def init(

@@ -34,10 +34,11 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.scores import Scores, scores
 from smcjax.decoding.sequences import put_behind
-from smcjax.decoding.speculation import score
+from smcjax.decoding.speculation import score_hidden
 from smcjax.smc.acceptance import NewBlock
 from smcjax.smc.chosen_parts import ending_of, potentials_of
 from smcjax.smc.cycle import commit, draft_distribution, end, resample, tempered
+from smcjax.smc.potential import reads_hidden
 from smcjax.smc.state import Info, SMCProgram, State
 from smcjax.smc.weights import draft_increment, logprob_at
 
@@ -99,22 +100,25 @@ def draft_and_score(
         )  # fmt: skip
         return memory, drafts
 
-    def scoring(memory: Any) -> tuple[Any, tuple[Float[Array, "R K"], Scores | None]]:
+    asked = reads_hidden(potentials_of(program))
+
+    def scoring(memory: Any) -> tuple[Any, tuple[Float[Array, "R K"], Scores | None, Float[Array, "R K E"] | None]]:
         # Before pending tokens are written, unlike elsewhere: a page to copy may hold some.
         if copies is not None:
             memory = memory.copy_pages(copies)
         groups = dataclasses.replace(state, running=state.running & ~waiting).with_memory(target=memory)
-        groups, logits = score(program, params, groups, pending.tokens, None, once=True)
+        groups, logits, hidden = score_hidden(program, params, groups, pending.tokens, None, once=True)
         logits = tempered(groups, logits)
         logprobs = logprob_at(logits, pending.tokens)
-        return groups.memory.target, (logprobs, scores(logits, logprobs) if "logprobs" in program.features else None)
+        of_block = scores(logits, logprobs) if "logprobs" in program.features else None
+        return groups.memory.target, (logprobs, of_block, hidden.astype(jnp.float32) if asked else None)
 
-    (draft, drafts), (target, (logprobs, of_block)) = run_disaggregated(
+    (draft, drafts), (target, (logprobs, of_block, hidden)) = run_disaggregated(
         Part(drafting, state.memory.draft), Part(scoring, state.memory.target), axis=program.disaggregated_axis
     )
     state = state.with_memory(target=target, draft=draft)
     increments = draft_increment(smc.power, logprobs, pending.logprobs)
-    return state, drafts, NewBlock(pending.tokens, increments, logprobs, scores=of_block)
+    return state, drafts, NewBlock(pending.tokens, increments, logprobs, scores=of_block, hidden=hidden)
 
 
 def commit_pending(program: SMCProgram, state: State, waiting: Bool[Array, " G"], block: NewBlock) -> State:

@@ -5,18 +5,20 @@ the request's `SamplingParams(potentials=…)`. A potential
 gives a log value to every beginning of an answer too. After each cycle a particle's log weight gains the log value of
 its tokens now less that of its tokens when it was asked last, so the terms telescope: an answer's weight has φ of the
 whole answer, whatever the values of its beginnings were. Those decide how early a population turns to good answers. A
-value may depend on the target's log-probabilities of the answer's tokens too, since they are a function of the answer.
+value may depend on the target's log-probabilities of the answer's tokens and its hidden states too, since they are
+functions of the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoders.parts import Potential
+from smcjax.decoders.parts import Potential, hidden_size_of
 
 
 class Answers(NamedTuple):
@@ -28,12 +30,21 @@ class Answers(NamedTuple):
     finished: Bool[Array, " R"]
     logprobs: Float[Array, "R T"]  # log p_T of each of the answer's tokens by the target, at power 1
     wanted: Bool[Array, "R P"] | None = None  # the `Program.requested_potentials` of each row's own request
+    # The target's normalised hidden state behind the prompt and all of the answer but its newest token, which the
+    # unembedding has made that token's logits of; the target has not read the newest token yet. Rows that a cycle did
+    # not advance have any numbers here, and keep the value that they have. f32; None where no potential reads it.
+    hidden: Float[Array, "R E"] | None = None
 
     @property
     def counted(self) -> Bool[Array, "R T"]:
         """The columns that belong to the answers."""
         column = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
         return (column >= self.begin[:, None]) & (column < self.end[:, None])
+
+
+def reads_hidden(potentials: Iterable[Potential]) -> bool:
+    """True where one of them has a `hidden_size`; nothing is traced for others."""
+    return any(hidden_size_of(one) is not None for one in potentials)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +58,11 @@ class RequestedPotential:
 
     potential: Potential
     column: int
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The potential's own."""
+        return hidden_size_of(self.potential)
 
     def log_value(self, answers: Answers) -> Float[Array, " R"]:
         """The potential's value for rows whose request has it, 0 for the others."""

@@ -32,6 +32,7 @@ from smcjax.smc.resampling import ancestors
 from tests.smc.mutations import mutated
 
 CHUNK = 1024  # populations a call: one compiled shape
+HIDDEN = 3  # numbers of a hidden state
 Tokens = tuple[int, ...]
 Row = tuple[Tokens, bool, float]  # tokens, finished, log weight
 
@@ -58,6 +59,10 @@ class Toy:
             law[self.stop] = 0.0
         with np.errstate(divide="ignore"):
             return np.log(law / law.sum())
+
+    def hidden(self, prefix: Tokens) -> np.ndarray:
+        """The target's hidden state behind a prefix."""
+        return np.random.default_rng([self.seed, 2, len(prefix), *prefix]).normal(size=HIDDEN)
 
     def laws_along(self, prefix: Tokens, config: smc.SMC) -> tuple[np.ndarray, ...]:
         """log p [m, C, V] and log q [m, K, V] along all m = V^K drafts behind a prefix, and these [m, K]."""
@@ -128,17 +133,21 @@ def weigh(
     stops: Any,
     before: Any = None,
     logprobs: tuple[Any, Any] | None = None,
+    hidden: tuple[Any, Any] | None = None,
     potentials: tuple[smc.Potential, ...] = (),
 ) -> tuple[Any, ...]:
     """`cycle.commit` on rows that are each a group of their own.
 
-    `before` [R, T] are their tokens and `logprobs` the target's of these and of the block's, for potentials.
+    For potentials: `before` [R, T] are their tokens, `logprobs` the target's of these and of the block's, and `hidden`
+    the states of the newest of these [R, E] and of the block's [R, C, E].
     """
     state = _state(tokens.shape[0], 1, stops.shape[0], cap)
     sequences = dataclasses.replace(state.sequences, length=length, finished=jnp.zeros(length.shape, bool))
-    of_block = jnp.zeros(tokens.shape, jnp.float32)
+    of_block, states = jnp.zeros(tokens.shape, jnp.float32), None
     if potentials:
         assert logprobs is not None
+        assert hidden is not None
+        newest, states = hidden
         of_tokens, of_block = logprobs
         width = before.shape[1]
         sequences = dataclasses.replace(
@@ -147,14 +156,14 @@ def weigh(
             logprobs=jnp.zeros(sequences.tokens.shape).at[:, :width].set(of_tokens),
         )
         ends = (jnp.ones_like(length), length, sequences.finished)
-        so_far = smc.Answers(sequences.tokens, *ends, sequences.logprobs)
+        so_far = smc.Answers(sequences.tokens, *ends, sequences.logprobs, hidden=newest)
         asked = sum((one.log_value(so_far) for one in potentials), jnp.zeros(1))
         # Nothing was asked of a row without a token.
         state = dataclasses.replace(state, log_potential=jnp.where(length > 1, asked, 0.0)[:, None])
     requests = dataclasses.replace(state.requests, stops=jnp.broadcast_to(stops, state.requests.stops.shape))
     state = dataclasses.replace(state, sequences=sequences, requests=requests)
     with mutated(mutation):
-        state = cycle.commit(state, NewBlock(tokens, increments, of_block, last), potentials)
+        state = cycle.commit(state, NewBlock(tokens, increments, of_block, last, hidden=states), potentials)
     return state.sequences.length, state.sequences.finished, state.log_weight[:, 0]
 
 
@@ -352,8 +361,9 @@ class Enumeration:
             tokens, last = np.asarray(proposals.tokens, np.int32), proposals.last
             last = np.full(len(tokens), tokens.shape[1] - 1, np.int32) if last is None else last
             before = np.tile(np.array([0, *prefix], np.int32), (len(tokens), 1))
-            logprobs = self._logprobs(prefix, tokens) if self.config.potentials else None
-            terms = (tokens, proposals.increments, last, length, stops, before, logprobs, self.config.potentials)
+            given = self._logprobs, self._hidden
+            seen = [of(prefix, tokens) if self.config.potentials else None for of in given]
+            terms = (tokens, proposals.increments, last, length, stops, before, *seen, self.config.potentials)
             ends = weigh(self.mutation, self.toy.cap, *terms)
             merged: dict[Row, float] = {}
             for block, chance, end, done, w in zip(
@@ -375,6 +385,11 @@ class Enumeration:
         of_row = np.array([0.0, *along((), prefix)])
         of_blocks = np.array([along(prefix, tuple(block)) for block in blocks.tolist()])
         return np.tile(of_row, (len(blocks), 1)), of_blocks
+
+    def _hidden(self, prefix: Tokens, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The states that predict the newest token of one row, and each token of the blocks behind it."""
+        along = [[self.toy.hidden((*prefix, *block[:at])) for at in range(len(block))] for block in blocks.tolist()]
+        return np.tile(self.toy.hidden(prefix[:-1]), (len(blocks), 1)), np.array(along)
 
     def _extend(self, populations: dict, propose: Callable[..., Proposals]) -> dict:
         result: dict = {}

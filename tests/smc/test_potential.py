@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from smcjax import smc
+from smcjax.model.decoder import forward
 from smcjax.smc import cycle
 from tests import exact
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, published, start, step, tiny_pair
@@ -84,8 +86,8 @@ def test_control_values_that_are_not_taken_back_break_the_law(patch_programs: An
     jax.clear_caches()
     right = cycle.steer
 
-    def forgetful(state: Any, potentials: Any) -> Any:
-        return right(dataclasses.replace(state, log_potential=jnp.zeros_like(state.log_potential)), potentials)
+    def forgetful(state: Any, *rest: Any) -> Any:
+        return right(dataclasses.replace(state, log_potential=jnp.zeros_like(state.log_potential)), *rest)
 
     patch_programs(cycle, "steer", forgetful)
     toy, config = CASES["two"]
@@ -126,6 +128,57 @@ def test_log_probabilities_are_a_power(case: str) -> None:
     assert off(Likelier()) < 1e-12
     if case == "two":
         assert off(Likelier(shift=1)) > 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """e^(direction·h), h behind all tokens but the newest; beginnings are worth the square of what answers are."""
+
+    direction: tuple[float, ...] = (0.5, -0.4, 0.3)
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.direction)
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        value = answers.hidden @ jnp.asarray(self.direction, answers.hidden.dtype)
+        return jnp.where(answers.finished, 1.0, 2.0) * value
+
+
+HIDDEN: dict[str, tuple[Toy, dict[str, Any]]] = {
+    "two": (STOP, {"n_particles": 2, "gamma": 2, "ess_threshold": 0.95}),
+    "power, three": (STOP, {"n_particles": 3, "gamma": 1, "power": 1.5}),
+    "control": (WIDE, {"n_particles": 2, "gamma": 2, "control": 0.3}),
+    "early end": (STOP, {"n_particles": 2, "gamma": 1, "early_end": True}),
+    "no bonus": (STOP, {"n_particles": 2, "gamma": 2, "bonus": False}),
+}
+
+
+def off_by_hidden(toy: Toy, config: dict[str, Any]) -> float:
+    """The largest over Ω of |E[Ẑ·Σ W_i·1{x_i = x}] − p(x)^α·φ(x)|, φ by the state behind x without its last token."""
+    done = Enumeration(toy, published(**config, potentials=(Probe(),))).run()
+    law = toy.outcomes(done.config.power)
+    law = {x: mass * float(np.exp(toy.hidden(x[:-1]) @ Probe().direction)) for x, mass in law.items()}
+    return max(abs(done.measure.get(x, 0.0) - law.get(x, 0.0)) for x in done.measure.keys() | law.keys())
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_hidden_states_are_a_factor(case: str) -> None:
+    """To 1e-12: the state of an answer is that which its last token was drawn from, wherever its block was cut."""
+    assert off_by_hidden(*HIDDEN[case]) < 1e-12
+
+
+def test_control_hidden_states_of_another_token_break_the_law(patch_programs: Any) -> None:
+    """Negative control: the state of the block's last column, though the answer ends before it."""
+    jax.clear_caches()
+    right = cycle.newest_hidden
+    patch_programs(
+        cycle,
+        "newest_hidden",
+        lambda new, block: right(new, dataclasses.replace(block, counted=jnp.ones_like(block.counted))),
+    )
+    assert off_by_hidden(*HIDDEN["two"]) > 1e-3
+    jax.clear_caches()
 
 
 PAIR = tiny_pair()
@@ -173,6 +226,45 @@ def test_log_probabilities_are_the_targets_own(config: dict[str, Any]) -> None:
     for group, (rows, ask) in enumerate(zip(outputs(state), ASKS, strict=True)):
         laws = [[exact.next_law(after, ask, tuple(row[:at]))[row[at]] for at in range(len(row))] for row in rows]
         np.testing.assert_allclose(state.log_potential[group], [0.5 * np.log(law).sum() for law in laws], atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [{"ess_threshold": 1.0}, {"pipelined": True}, {"control": 0.3}], ids=str)
+def test_hidden_states_are_the_targets_own(config: dict[str, Any]) -> None:
+    """What the state keeps is the value by the dense forward of each row's tokens without the newest, copies' too."""
+    direction = tuple(np.random.default_rng(0).normal(size=PAIR.target.hidden_size).tolist())
+    state, infos = run(**config, potentials=(Probe(direction),))
+    assert "pipelined" in config or any(bool(info.resampled.any()) for info in infos)
+    for group, (rows, ask) in enumerate(zip(outputs(state), ASKS, strict=True)):
+        for row, found, finished in zip(
+            rows, state.log_potential[group], state.by_group(state.sequences.finished)[group], strict=True
+        ):
+            tokens = np.array([[*ask.prompt, *row]], np.int32)
+            hidden = forward(PAIR.target, PAIR.params.target, tokens)[0]
+            want, newest = (float(hidden[at] @ jnp.asarray(direction, hidden.dtype)) for at in (-2, -1))
+            assert abs(float(found) - (1 if finished else 2) * want) < 1e-3
+            assert abs(want - newest) > 1e-2, "another token's state would be seen"
+
+
+def test_hidden_states_cost_nothing_where_nothing_asks(patch_programs: Any) -> None:
+    """For other potentials none is picked from a block, and the state has no array for those that ask either."""
+    picked, right = [], cycle.newest_hidden
+    patch_programs(cycle, "newest_hidden", lambda *args: picked.append(args) or right(*args))
+    states = {}
+    for potential in (KILLER, Probe((1.0,) * PAIR.target.hidden_size)):
+        program = PAIR.program(24, page_size=4, potentials=(potential,))
+        states[potential] = jax.eval_shape(lambda program=program: start(program, PAIR.params, ASKS))
+        jax.eval_shape(functools.partial(cycle.step, program), PAIR.params, states[potential])
+        assert bool(picked) == (potential is not KILLER)
+    plain, asking = states.values()
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), plain) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), asking
+    )
+
+
+def test_hidden_states_of_another_model_are_refused() -> None:
+    size = PAIR.target.hidden_size
+    with pytest.raises(ValueError, match=rf"reads hidden states of 3 numbers and the target's have {size}; use one"):
+        PAIR.program(24, page_size=4, potentials=(Probe(),))
 
 
 def test_a_potential_that_is_no_number_ends_its_request_alone() -> None:

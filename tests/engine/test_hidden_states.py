@@ -1,0 +1,69 @@
+"""Potentials of the target's hidden states through the engine: seeds, other requests, preemption, cached prefixes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax import LLM, SamplingParams, smc
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
+from tests.engine.test_stop_strings import fingerprint, generate
+
+PROMPTS = ["a tale of two" + tail for tail in ("", " cities", "!", " cities")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """e^(direction·h) of beginnings, and 1 of whole answers."""
+
+    direction: tuple[float, ...]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.direction)
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        assert answers.hidden is not None
+        value = answers.hidden @ jnp.asarray(self.direction, answers.hidden.dtype)
+        return jnp.where(answers.finished, 0.0, value)
+
+
+@pytest.fixture(scope="module", params=[{}, {"pipelined": True}], ids=["one after the other", "pipelined"])
+def llm(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with smc_llm(pair, {"gamma": 2, **request.param}, admission="optimistic", num_pages=36) as llm:
+        yield llm
+
+
+def probe(llm: LLM, seed: int = 0) -> Probe:
+    return Probe(tuple(np.random.default_rng(seed).normal(size=llm.models.target.hidden_size).tolist()))
+
+
+def ask(number: int, *potentials: Any) -> SamplingParams:
+    return SamplingParams(seed=number, max_tokens=20, ignore_eos=True, potentials=list(potentials))
+
+
+def test_seeds_preemption_and_cached_prefixes(llm: LLM) -> None:
+    """Tokens are the seed's, whatever batch, pages and prefix cache are; a request without it has those of before."""
+    params = [ask(number, *([probe(llm, number)] if number else [])) for number in range(4)]
+    plain = [fingerprint(output) for output in generate(llm, PROMPTS, [ask(number) for number in range(4)])]
+    llm.engine.reset()
+    alone = [generate(llm, prompt, one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
+    assert max(output.metrics.num_cached_tokens for output in alone) > 0
+    found = [fingerprint(output) for output in alone]
+    assert found[0] == plain[0]
+    assert all(steered != was for steered, was in zip(found[1:], plain[1:], strict=True)), "they steer"
+    llm.engine._scheduler.free.utilization = 0.0
+    together = generate(llm, PROMPTS, params)
+    assert [fingerprint(output) for output in together] == found
+    assert sum(output.metrics.preemptions for output in together) > 0
+
+
+def test_another_models_potential_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"reads hidden states of 2 numbers and the target's have .*; use one that"):
+        generate(llm, "ab", ask(0, Probe((1.0, 2.0))))
