@@ -63,6 +63,11 @@ TUNED: dict[int, dict[tuple[int, int, int, str], Tuning]] = {
         (80, 4096, 4096, "float8_e4m3fn"): Tuning(64, 128, 4, 4, 5),
         (80, 128256, 4096, "float8_e4m3fn"): Tuning(64, 128, 1, 4, 6),
         (80, 2048, 8192, "float8_e4m3fn"): Tuning(64, 256, 4, 8, 4),
+        (80, 57344, 8192, "float8_e4m3fn"): Tuning(64, 128, 1, 4, 5),
+        (80, 8192, 28672, "float8_e4m3fn"): Tuning(64, 128, 2, 4, 5),
+        (80, 51200, 5120, "float8_e4m3fn"): Tuning(64, 128, 1, 4, 6),
+        (80, 5120, 25600, "float8_e4m3fn"): Tuning(64, 128, 3, 4, 5),
+        (80, 5120, 8192, "float8_e4m3fn"): Tuning(64, 128, 3, 4, 5),
         (80, 28672, 4096, "int8"): Tuning(128, 128, 1, 4, 3),
         (80, 4096, 14336, "int8"): Tuning(128, 128, 4, 8, 4),
         (80, 6144, 4096, "int8"): Tuning(128, 128, 4, 4, 3),
@@ -139,7 +144,8 @@ def _by_rule(rows: int, outputs: int, columns: int, w: Any, x: Any, capability: 
     def blocks(height: int) -> int:
         return row_tiles * -(-outputs // height)
 
-    tallest = 128 if blocks(128) >= multiprocessors and sum_rows <= MOST_BESIDE_128 else 64
+    beside = MOST_BESIDE_128 if jnp.dtype(x).itemsize > 1 else 32  # float8: 64 were faster of every matrix
+    tallest = 128 if blocks(128) >= multiprocessors and sum_rows <= beside else 64
     lowest = 64 if sum_rows > 32 else MIN_TILE
     if size == 4:  # products without tensor cores, in registers
         tallest = lowest = MIN_TILE
