@@ -6,7 +6,8 @@
     python scripts/benchmarks/bench_sparse.py spacing    # of the layers that select: 1 2 4 8 …
     python scripts/benchmarks/bench_sparse.py particles  # SMC, N = 8 and 32
 
-`--replay-overlap .75 .9` adds sets of a stated overlap to random weights' own; `--tiny` runs toy shapes on a CPU.
+`--replay-overlap .75 .9` adds sets of a stated overlap to random weights' own; `--tiny` runs toy shapes on a CPU;
+`--target-shape llama-3.1-70b --quantization float8` has 70B fit one card of 141 GB.
 
 Shapes are those of Llama 3.1 8B and 3.2 1B, the target's attention dense or sparse with the paper's options and one
 pair of keys and values (`smcjax.bench.shapes`). Cycles run through the engine's own programs on synthetic KV
@@ -65,6 +66,7 @@ from timed_rows import PERIOD, LineBench, head_config, random_head
 
 from smcjax.bench.cycle import Case, Models, Rates
 from smcjax.bench.record import save, this_machine
+from smcjax.bench.shapes import SHAPES
 from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU, ON_GPU, add_save_option, check_files
 from smcjax.decoders import Decoding
@@ -72,6 +74,7 @@ from smcjax.engine.load.loading import check_pages
 from smcjax.engine.run.memory import device_memory
 from smcjax.engine.run.programs import compile_together, enable_compilation_cache
 from smcjax.markdown import table
+from smcjax.quantization import QUANTIZATIONS
 
 BYTES = ("least", "unique", "issued")  # of the file's docstring
 
@@ -185,7 +188,7 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
 
     lines = lines_asked(args, Models(*shapes).target_config.num_layers)
     for attention in dict.fromkeys(line.attention for line in lines):
-        models = Models(*shapes, attention=attention)
+        models = Models(*shapes, quantization=args.quantization, attention=attention)
         mine = [line for line in lines if line.attention == attention]
         weights = models.target_params("auto")
         drafts: dict[str, Any] = {}
@@ -340,6 +343,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 16_384, 32_768, 65_536], help="T")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="at once")
+    parser.add_argument("--target-shape", choices=SHAPES, default=ON_GPU[0], help=f"of weights ({ON_GPU[0]})")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the target's weights (none)")
     parser.add_argument("--gamma", type=int, default=8, help="K")
     parser.add_argument("--page-size", type=int, default=128, help="B, of which kernels want 128 (128)")
     parser.add_argument(
@@ -381,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints a table, and writes what was asked for."""
     args = arguments(argv)
     enable_compilation_cache()
-    shapes = ON_CPU if args.tiny else ON_GPU
+    shapes = ON_CPU if args.tiny else (args.target_shape, ON_GPU[1])
     reached, args.source = replayed(args)
     with watching():
         lines, skipped = measured(args, shapes, reached)

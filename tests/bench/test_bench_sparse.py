@@ -265,7 +265,7 @@ def test_rows_whose_programs_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_it_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ("--save", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg"))
-    assert bench.main(["verify", "--tiny", "--gamma", "2", "--only", "merged", *files]) == 0
+    assert bench.main(["verify", "--tiny", "--quantization", "int8", "--gamma", "2", "--only", "merged", *files]) == 0
     out = capsys.readouterr().out
     assert "Acceptance is assumed, 0.8 of each draft" in out
     assert "of a verification" in out
