@@ -78,9 +78,10 @@ def test_potentials_steer_two_devices(tmp_path: Path) -> None:
     own = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
     target = write_model(tmp_path / "target", 271, 1, **TARGET_SHAPE)
     draft = write_model(tmp_path / "draft", 264, 2, hidden_size=12, **own)
-    vowels = TextPotential(lambda prompt, texts: [0.5 * sum(map(text.count, "aeiou")) for text in texts], ask=2)
+    longer = TextPotential(lambda prompt, texts: [0.2 * len(text) for text in texts], ask=2)
     asks = [
-        SamplingParams(max_tokens=14, seed=3, potentials=one) for one in ([vowels, TokenPotential(((98, 0.7),))], [])
+        SamplingParams(max_tokens=14, seed=3, ignore_eos=True, potentials=one)
+        for one in ([longer, TokenPotential(((98, 0.7),))], [])
     ]
 
     def steered(size: int) -> list[RequestOutput]:
