@@ -1,4 +1,4 @@
-"""Attention over paged keys and values as a Triton kernel, for GPUs from Ampere on. Its reference: `reference.py`.
+"""Attention over paged keys and values as Triton kernels, for GPUs from Ampere on. Its reference: `reference.py`.
 
 One block serves a tile of queries of one key-value head and a share of the slots that they see, block of slots by block
 of slots, whose pages it finds in the table:
@@ -7,7 +7,7 @@ of slots, whose pages it finds in the table:
 
 Tiles are of one row, T·H/Hkv queries a key-value head. Where a plan says that the rows of a group share their first
 pages (`CommonPrefix`), other blocks with tiles of all rows' queries read those, and the blocks of single rows begin
-behind them. With several shares each leaves O/Σ and log2 of Σ exp, which a tile's last block merges in order.
+behind them. With several shares each leaves O/Σ and log2 of Σ exp, which a second kernel merges in a fixed order.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def paged_attention_triton(
     interpret: bool = False,
 ) -> Float[Array, "R T H D"]:
     """Computes `paged_attention` by the kernels. A plan that is no `CommonPrefix` is left aside."""
-    from smcjax.pallas.attention.paged_attention_triton_kernel import attend
+    from smcjax.pallas.attention.paged_attention_triton_kernel import attend, merge
 
     rows, columns, heads, dim = q.shape
     _, page_size, kv_heads, _ = key_pages.shape
@@ -144,18 +144,15 @@ def paged_attention_triton(
     tiles, shared_tiles = (-(-count * columns * group // tuning.queries) for count in (1, in_group))
     shares = tuning.splits + tuning.shared_splits
     units = rows // in_group * shared_tiles * tuning.shared_splits + rows * tiles * tuning.splits
-    # What is not there is neither read nor written: any array stands for it.
-    is_merged = shares > 1
-    part_dtype = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
-    result, _, _ = triton.launch(
+    part_dtype = q.dtype if shares == 1 else jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+    sums = (shares, rows, columns, heads) if shares > 1 else (1,)
+    parts, lse = triton.launch(
         attend,
         *(q, key_pages, value_pages, block_table, positions, lengths),
         *((lengths, lengths) if prefix is None else (prefix.slots, prefix.leaders)),
-        triton.arrivals(rows * tiles * kv_heads) if is_merged else lengths,
         out=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((shares, *q.shape) if is_merged else (1,), part_dtype),
-            jax.ShapeDtypeStruct((shares, *q.shape[:3]) if is_merged else (1,), jnp.float32),
+            jax.ShapeDtypeStruct((shares, *q.shape), part_dtype),
+            jax.ShapeDtypeStruct(sums, jnp.float32),
         ),
         grid=(units, kv_heads),
         warps=tuning.warps,
@@ -180,7 +177,24 @@ def paged_attention_triton(
         TILES=tiles,
         SPLITS=tuning.splits,
         SETTLED=tuning.settled and window is None,
-        PADDED_SHARES=triton.power_of_two(shares),
+        MERGED=shares > 1,
         PRECISION="tf32x3",  # of float32: three products of tensor cores, exact to some 2⁻²¹
     )
-    return result
+    if shares == 1:
+        return parts[0]
+    count, block = rows * columns * heads, 4
+    return triton.launch(
+        merge,
+        *(parts, lse),
+        out=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(-(-count // block),),
+        warps=4,
+        stages=1,
+        interpret=interpret,
+        QUERIES=count,
+        DIM=dim,
+        PADDED=triton.power_of_two(dim),
+        SHARES=shares,
+        PADDED_SHARES=triton.power_of_two(shares),
+        BLOCK=block,
+    )

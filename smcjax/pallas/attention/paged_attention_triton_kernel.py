@@ -1,8 +1,4 @@
-"""The Triton functions of `paged_attention_triton.py`: attention to a share of some queries' slots, and the merge.
-
-The block that is the last one to leave a share of some queries merges all of these, in the order of the shares
-whichever block that is.
-"""
+"""The Triton functions of `paged_attention_triton.py`: attention to a share of some queries' slots, and the merge."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -82,46 +78,6 @@ def _step(
 
 
 @triton.jit
-def _merge(
-    result,
-    parts,
-    lse,
-    where,
-    valid,
-    ALL: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    SHARES: tl.constexpr,
-    PADDED_SHARES: tl.constexpr,
-):
-    """Adds up the shares of some of ALL queries in their order, each by its sum of weights; 0 where one sees nothing.
-
-    Other multiprocessors have written the shares, which are read from the L2.
-    """
-    share, column = tl.arange(0, PADDED_SHARES), tl.arange(0, PADDED)
-    there = (share < SHARES)[:, None] & valid[None, :]
-    sums = lse + share[:, None] * ALL + where[None, :]
-    top = tl.max(tl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg"), axis=0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-
-    total = tl.zeros((QUERIES,), tl.float32)
-    merged = tl.zeros((QUERIES, PADDED), tl.float32)
-    within = (column < DIM)[None, :]
-    for index in tl.range(SHARES, loop_unroll_factor=2):
-        left = index * ALL + where
-        weight = tl.exp2(tl.load(lse + left, mask=valid, other=float("-inf"), cache_modifier=".cg") - top)
-        # What a share without weight leaves is not written.
-        numbers = parts + left.to(tl.int64)[:, None] * DIM + column[None, :]
-        part = tl.load(numbers, mask=(weight > 0)[:, None] & within, other=0.0, cache_modifier=".cg")
-        total += weight
-        merged += weight[:, None] * part.to(tl.float32)
-    merged = merged / tl.where(total > 0, total, 1.0)[:, None]
-    at = where.to(tl.int64)[:, None] * DIM + column[None, :]
-    tl.store(result + at, merged.to(result.dtype.element_ty), mask=valid[:, None] & within)
-
-
-@triton.jit
 def attend(
     q,  # [R, T, H, D]
     keys,  # [P, B, Hkv, D]
@@ -131,10 +87,8 @@ def attend(
     lengths,  # [R] int32
     common,  # [R / N] int32: slots that the rows of a group share; with shared parts only, like the next
     leaders,  # [R / N] int32: a row whose table names them
-    arrived,  # int32, zeros, one a row's tile and key-value head: with several shares only, like the last two
-    result,  # [R, T, H, D]
     parts,  # [shares, R, T, H, D]
-    lse,  # [shares, R, T, H] f32: log2 of the sum of weights
+    lse,  # [shares, R, T, H] f32: log2 of the sum of weights; with several shares only
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -154,7 +108,7 @@ def attend(
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     SETTLED: tl.constexpr,
-    PADDED_SHARES: tl.constexpr,
+    MERGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attends from a tile of queries of one key-value head to a share of the slots that they see.
@@ -164,8 +118,6 @@ def attend(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     OF_ROW: tl.constexpr = COLUMNS * GROUP
-    OF_GROUP: tl.constexpr = IN_GROUP * OF_ROW
-    SHARES: tl.constexpr = SHARED_SPLITS + SPLITS
     SHARED_UNITS: tl.constexpr = ROWS // IN_GROUP * SHARED_TILES * SHARED_SPLITS
     unit, head = tl.program_id(0), tl.program_id(1)
 
@@ -182,8 +134,8 @@ def attend(
         if of_all:
             split, tile = unit % SHARED_SPLITS, unit // SHARED_SPLITS % SHARED_TILES
             row = tl.load(leaders + group)
-            first_query = group * OF_GROUP + tile * QUERIES
-            end_query = (group + 1) * OF_GROUP
+            first_query = group * (IN_GROUP * OF_ROW) + tile * QUERIES
+            end_query = (group + 1) * (IN_GROUP * OF_ROW)
             splits, share = SHARED_SPLITS, split
 
     # The slots that each query sees: from `begin` to before `limit`, of those that hold KV and have a page.
@@ -240,37 +192,48 @@ def attend(
         )  # fmt: skip
         page = following
 
+    # A share in which a query sees nothing leaves only the sum 0, as a logarithm.
     out = out / tl.where(mass > 0, mass, 1.0)[:, None]
-    if SHARES == 1:
-        tl.store(result + where[:, None].to(tl.int64) * DIM + column[None, :], out.to(q_tile.dtype), mask=stored)
-    else:
-        # A share in which a query sees nothing leaves only the sum 0, as a logarithm.
-        target = share * (ROWS * COLUMNS * HEADS) + where
+    target = (share * (ROWS * COLUMNS * HEADS) + where).to(tl.int64)
+    if MERGED:
         tl.store(lse + target, tl.where(mass > 0, top + tl.log2(mass), float("-inf")), mask=valid)
         stored &= (mass > 0)[:, None]
         if parts.dtype.element_ty == tl.float16:
             out = tl.clamp(out, -65504.0, 65504.0)
-        target = target.to(tl.int64)[:, None] * DIM + column[None, :]
-        tl.store(parts + target, out.to(parts.dtype.element_ty), mask=stored)
-        # All threads have stored before one of them counts the block, at every tile of a row that it has queries of.
-        # Counting releases what they stored, and acquires what the blocks counted before have: the last one of a tile
-        # sees all shares. It leaves 0, as it found it.
-        tl.debug_barrier()
-        last_query = tl.minimum(first_query + QUERIES, end_query) - 1
-        first_tile = first_query // OF_ROW * TILES + first_query % OF_ROW // QUERIES
-        last_tile = last_query // OF_ROW * TILES + last_query % OF_ROW // QUERIES
-        for number in range(first_tile, last_tile + 1):
-            first = number // TILES * OF_ROW + number % TILES * QUERIES
-            end = tl.minimum(first + QUERIES, (number // TILES + 1) * OF_ROW)
-            blocks = SPLITS
-            if SHARED_SPLITS > 0:
-                blocks += SHARED_SPLITS * ((end - 1) % OF_GROUP // QUERIES - first % OF_GROUP // QUERIES + 1)
-            counter = arrived + number * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == blocks - 1:
-                of_tile = first + tl.arange(0, QUERIES)
-                whose = of_tile // GROUP * HEADS + head * GROUP + of_tile % GROUP
-                _merge(
-                    result, parts, lse, whose, of_tile < end, ROWS * COLUMNS * HEADS, DIM, PADDED, QUERIES, SHARES,
-                    PADDED_SHARES,
-                )  # fmt: skip
-                tl.store(counter, 0)
+    tl.store(parts + target[:, None] * DIM + column[None, :], out.to(parts.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def merge(
+    parts,  # [shares, R·T·H, D]
+    lse,  # [shares, R·T·H] f32
+    out,  # [R·T·H, D]
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    SHARES: tl.constexpr,
+    PADDED_SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds up the shares of some queries in their order, each by its sum of weights; 0 where a query sees nothing."""
+    query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = query < QUERIES
+    share, column = tl.arange(0, PADDED_SHARES), tl.arange(0, PADDED)
+    there = (share < SHARES)[:, None] & valid[None, :]
+    sums = tl.load(lse + share[:, None] * QUERIES + query[None, :], mask=there, other=float("-inf"))
+    top = tl.max(sums, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+
+    total = tl.zeros((BLOCK,), tl.float32)
+    merged = tl.zeros((BLOCK, PADDED), tl.float32)
+    within = (column < DIM)[None, :]
+    for index in tl.range(SHARES, loop_unroll_factor=4):
+        weight = tl.exp2(tl.load(lse + index * QUERIES + query, mask=valid, other=float("-inf")) - top)
+        # What a share without weight leaves is not written.
+        at = (index * QUERIES + query).to(tl.int64)[:, None] * DIM + column[None, :]
+        part = tl.load(parts + at, mask=(weight > 0)[:, None] & within, other=0.0).to(tl.float32)
+        total += weight
+        merged += weight[:, None] * part
+    merged = merged / tl.where(total > 0, total, 1.0)[:, None]
+    at = query[:, None].to(tl.int64) * DIM + column[None, :]
+    tl.store(out + at, merged.to(out.dtype.element_ty), mask=valid[:, None] & within)

@@ -21,7 +21,6 @@ from smcjax.quantization import Quantization
 FLOAT8 = jnp.dtype("float8_e4m3fn")
 MAX_ROWS = 288  # of x
 MAX_TILE_ROWS = 144  # of x that a block multiplies
-MAX_SWIGLU_ROWS = 16  # of x that SwiGLU is joined with: sums and squares of more take registers (dev/LOG.md)
 MIN_TILE = 16  # of tensor cores, along any axis
 MIN_COLUMNS = 128  # of W
 ROUNDED = 8192  # numbers of a row that a block rounds at once
@@ -190,15 +189,6 @@ def supports_eight_bits(x: jax.Array, matrix: Quantized, *, add_to: jax.Array | 
     return fits and multiplies and _supports_sizes(x, matrix.shape[0]) and _supports_result(x, add_to, out)
 
 
-def supports_swiglu_product(x: jax.Array, w: jax.Array, eps: float) -> bool:
-    """True for products with SwiGLU that the kernel computes: bfloat16, few rows of x, columns undivided."""
-    rows, columns = x.size // max(1, x.shape[-1]), x.shape[-1]
-    fits = x.dtype == jnp.bfloat16 and w.dtype == x.dtype and w.ndim == 2 and w.shape[0] % 2 == 0
-    if not (fits and rows <= MAX_SWIGLU_ROWS and _supports_sizes(x, w.shape[0])):
-        return False
-    return tuning_for(rows, w.shape[0], columns, w.dtype, x.dtype).shares == 1
-
-
 def product_triton(
     x: Float[Array, "*shape I"],
     w: Float[Array, "O I"],
@@ -210,39 +200,6 @@ def product_triton(
 ) -> Float[Array, "*shape O"]:
     """Computes `skinny_gemm` by the kernel, rounding once, `add_to` included."""
     return _product(x, w, None, None, add_to, x.dtype if out is None else out, tuning, interpret)
-
-
-def swiglu_product_triton(
-    x: Float[Array, "*shape I"],
-    w: Float[Array, "FF I"],
-    eps: float,
-    *,
-    tuning: Tuning | None = None,
-    interpret: bool = False,
-) -> Float[Array, "*shape F"]:
-    """Computes `skinny_gemm_swiglu` by the kernel, rounding once. A tile of W has as many gates as ups."""
-    from smcjax.pallas.layer.skinny_gemm_triton_kernel import skinny_swiglu
-
-    *shape, columns = x.shape
-    rows, width = x.size // columns, w.shape[0] // 2
-    tuning = tuning or tuning_for(rows, w.shape[0], columns, w.dtype, x.dtype)
-    h: Any = triton.launch(
-        skinny_swiglu,
-        *(x.reshape(rows, columns), w),
-        out=jax.ShapeDtypeStruct((rows, width), x.dtype),
-        grid=(-(-width // (tuning.outputs // 2)),),
-        warps=tuning.warps,
-        stages=tuning.stages,
-        interpret=interpret,
-        ROWS=rows,
-        WIDTH=width,
-        COLUMNS=columns,
-        EPS=eps,
-        TILE_ROWS=MAX_SWIGLU_ROWS,
-        TILE_OUTPUTS=tuning.outputs,
-        TILE_COLUMNS=tuning.columns,
-    )
-    return h.reshape(*shape, width)
 
 
 def eight_bits_triton(

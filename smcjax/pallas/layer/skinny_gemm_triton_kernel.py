@@ -1,7 +1,6 @@
 """x · Wᵀ of few rows of x, W [outputs, columns] read once: Triton.
 
     y[m, n] = Σₖ x[m, k] · W[n, k]   · of_x[m] · of_w[n]   + add_to[m, n]
-    h = silu(x · gateᵀ / rms(x)) · (x · upᵀ / rms(x))         W = [gate; up]
 
 A block has TILE_OUTPUTS rows of W and passes over their columns, or over its share of them. W is on the long side of
 the tensor cores and x on the short one, as tokens are few: sums are [outputs, rows] and are stored transposed.
@@ -163,59 +162,6 @@ def skinny_product(
                 more_sums = _added_up(shares, more_row, output, ROWS, OUTPUTS, SHARES, MORE_ROWS, TILE_OUTPUTS)
                 _store(y, more_sums, of_x, of_w, add_to, more_row, output, ROWS, OUTPUTS, SCALES_X, SCALES_W, ADDS)
             tl.store(arrived + tile, 0)
-
-
-@triton.jit
-def _with_squares(squares, numbers):
-    """Sums of squares, number by number, with one more each."""
-    wide = numbers.to(tl.float32)
-    return squares + wide * wide
-
-
-@triton.jit
-def skinny_swiglu(
-    x,  # [ROWS, COLUMNS]
-    w,  # [2·WIDTH, COLUMNS], of x's dtype
-    h,  # [ROWS, WIDTH]
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EPS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # of x: a power of two
-    TILE_OUTPUTS: tl.constexpr,  # half of them gates
-    TILE_COLUMNS: tl.constexpr,
-):
-    """Multiplies few rows of x by some gates and their ups, and norms by x's squares, which it sums on the way."""
-    HALF: tl.constexpr = TILE_OUTPUTS // 2
-    place = tl.program_id(0) * HALF + tl.arange(0, HALF)
-    row = tl.arange(0, TILE_ROWS)
-    # One tile of W, so that the tensor cores have rows enough: a gate, its up, the next gate.
-    both = tl.arange(0, TILE_OUTPUTS)
-    output = tl.minimum(tl.program_id(0) * HALF + both // 2, WIDTH - 1) + both % 2 * WIDTH
-    rows_of_w = w + output.to(tl.int64) * COLUMNS
-    sums = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
-    squares = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
-    before = tl.zeros((TILE_ROWS, TILE_COLUMNS), x.dtype.element_ty)
-    for step in range((COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS):
-        column = step * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-        tile = _tile_of_w(rows_of_w, column, COLUMNS, TILE_COLUMNS)
-        of_rows = _tile_of_x(x, row, column, ROWS, COLUMNS, TILE_COLUMNS)
-        sums = tl.dot(tile, of_rows, sums)
-        # Squares are of numbers that are loaded by themselves, a step earlier so that nothing waits. The tensor cores'
-        # own tile cannot serve both: Triton 3.6 then fetches into a slot that Hopper's still read. Nor can one of its
-        # shape, which Triton would take for the same.
-        squares = _with_squares(squares, before)
-        is_there = (row < ROWS)[:, None]
-        if COLUMNS % TILE_COLUMNS:
-            is_there = is_there & (column < COLUMNS)[None, :]
-        before = tl.load(x + row[:, None] * COLUMNS + column[None, :], mask=is_there, other=0.0)
-
-    squares = _with_squares(squares, before)
-    scale = tl.rsqrt(tl.sum(squares, axis=1) / COLUMNS + EPS)
-    gate, up = tl.split(tl.permute(tl.reshape(sums * scale[None, :], (HALF, 2, TILE_ROWS)), (0, 2, 1)))
-    is_there = (row < ROWS)[None, :] & (place < WIDTH)[:, None]
-    gated = (gate / (1 + tl.exp(-gate)) * up).to(h.dtype.element_ty)
-    tl.store(h + row[None, :] * WIDTH + place[:, None], gated, mask=is_there)
 
 
 @triton.jit

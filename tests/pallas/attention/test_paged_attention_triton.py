@@ -17,7 +17,6 @@ from smcjax.pallas.attention.paged_attention_triton import Tuning, paged_attenti
 from smcjax.pallas.attention.prefix_plan import CommonPrefix, find_common_prefix
 from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.triton import launch
 from tests.lazily import Patch
 from tests.pallas.attention.test_prefix_shared import Case, case
 from tests.pallas.triton.cubins import MAX_REGISTERS, TARGETS, compiled, lowered
@@ -104,17 +103,6 @@ def test_a_groups_common_prefix_is_read_by_all_its_rows(lengths: list[int], how:
     poisoned, clean = case([*lengths, 40, 40, 33], [0, 4, 3, 0, 0, 0], rows=3, columns=3)
     assert (prefix_of(poisoned, 3, 3).slots[0] > 0) == any(lengths)
     check(poisoned, clean, Tuning(16, 16, 2, 2, 4, 2, settled=True), rows=3, **how)
-
-
-def test_the_last_block_of_a_tile_merges(patch_programs: Patch) -> None:
-    """Rows of several tiles, in which those of groups end. Control: counted from 1 on, blocks merge too early."""
-    poisoned, clean = case([90, 84, 87], [0, 4, 3], rows=3, columns=9)
-    tuning = Tuning(16, 16, 2, 3, 4, 2, settled=False)
-    assert poisoned["q"].shape[1] * poisoned["q"].shape[2] // poisoned["key_pages"].shape[2] % 16
-    check(poisoned, clean, tuning, rows=3)
-    patch_programs(launch, "arrivals", lambda count: jnp.ones(count, jnp.int32))
-    with pytest.raises(AssertionError):
-        check(poisoned, clean, tuning, rows=3)
 
 
 def test_a_prefix_ends_where_a_rows_first_new_token_may_stand() -> None:
@@ -208,10 +196,10 @@ def attention_of(
     return attend, arrays
 
 
-@pytest.mark.parametrize("name", ["8B verify", "8B verify shared"])
-def test_a_program_has_one_custom_call(name: str) -> None:
-    attend, arrays = attention_of(**REAL[name])
-    assert lowered(attend, *arrays).count("custom_call @triton_kernel_call_ffi") == 1
+@pytest.mark.parametrize(("name", "calls"), [("8B verify shared", 2), ("many rows", 1)])
+def test_a_program_has_one_custom_call_and_another_where_shares_are_merged(name: str, calls: int) -> None:
+    attend, arrays = attention_of(**{**REAL, "many rows": {"R": 64}}[name])
+    assert lowered(attend, *arrays).count("custom_call @triton_kernel_call_ffi") == calls
 
 
 @pytest.mark.parametrize("capability", TARGETS)

@@ -14,7 +14,7 @@ from smcjax.device import HOPPER
 from smcjax.matmul import Quantized
 from smcjax.model.quantize import quantize_matrix
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_eight_bits, skinny_gemm_swiglu
+from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_eight_bits
 from smcjax.pallas.layer.skinny_gemm_triton import (
     MAX_ROWS,
     ROUNDED,
@@ -23,13 +23,12 @@ from smcjax.pallas.layer.skinny_gemm_triton import (
     product_triton,
     round_triton,
     shared_memory,
-    swiglu_product_triton,
     tile_rows,
     tuning_for,
 )
 from smcjax.pallas.triton import launch
 from smcjax.quantization import QUANTIZATIONS
-from tests.pallas.layer.test_skinny_gemm import EPS, check, exact, exact_swiglu, operands
+from tests.pallas.layer.test_skinny_gemm import check, exact, operands
 from tests.pallas.triton.cubins import TARGETS, Cubin, compiled, lowered
 
 pytest.importorskip("jax_triton")
@@ -42,7 +41,6 @@ SIZES = {  # of models with 8B and 1B parameters, Gemma's with 2B, and a small o
     "8B, down": (4096, 14336),
     "8B, head": (128256, 4096),
     "1B, o": (2048, 2048),
-    "1B, gate_up": (16384, 2048),
     "1B, down": (2048, 8192),
     "Gemma, gate_up": (18432, 2304),
     "small": (48, 144),
@@ -96,20 +94,6 @@ def test_eight_bits(kind: str, rows: int, tuning: Tuning) -> None:
     check(got, exact_eight_bits(x, matrix, add_to), jnp.float32)
 
 
-@pytest.mark.parametrize("rows", [9, 1, 16])
-@pytest.mark.parametrize("tuning", [WHOLE, Tuning(32, 128, 1, 4, 2)], ids=["low", "high"])
-def test_swiglu(rows: int, tuning: Tuning) -> None:
-    """20 gates and 272 columns are no multiples of a tile. Control: another epsilon, gates as ups."""
-    x, w, _ = operands(rows, 40, 272)
-    check(swiglu_product_triton(x, w, EPS, tuning=tuning, interpret=True), exact_swiglu(x, w))
-    for got in (
-        swiglu_product_triton(x, w, 9.0, tuning=tuning, interpret=True),
-        swiglu_product_triton(x, jnp.roll(w, 20, axis=0), EPS, tuning=tuning, interpret=True),
-    ):
-        with pytest.raises(AssertionError):
-            check(got, exact_swiglu(x, w))
-
-
 @pytest.mark.parametrize("shape", [(72, 272), (2, 2, 128), (2, ROUNDED + 48)], ids=str)
 def test_rows_are_rounded_as_their_kind_says(shape: tuple[int, ...]) -> None:
     """Bit for bit: of zeros, of what is not a number, and of numbers that are the largest. A row's own scale counts."""
@@ -135,10 +119,6 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
         got = product_triton(broken, w, tuning=tuning, interpret=True)
         assert jnp.isnan(got[2]).all()
         check(got[others], exact(x, w)[others])
-    few, others = broken[:9], others[:9]
-    got = swiglu_product_triton(few, w, EPS, tuning=WHOLE, interpret=True)
-    assert jnp.isnan(got[2]).all()
-    check(got[others], exact_swiglu(few, w)[others])
 
 
 def test_what_is_left_out_shows() -> None:
@@ -161,8 +141,6 @@ def test_leading_axes_stay() -> None:
     check(got.reshape(6, 32), exact(x, w, add_to))
     got = eight_bits_triton(x3, matrix, add_to=add3, tuning=WHOLE, interpret=True)
     check(got.reshape(6, 32), exact_eight_bits(x, matrix, add_to))
-    got = swiglu_product_triton(x3, w, EPS, tuning=WHOLE, interpret=True)
-    check(got.reshape(6, 16), exact_swiglu(x, w))
 
 
 # ------------------------------------------------------------------------------------------------------------- tuning
@@ -224,19 +202,6 @@ def test_a_product_is_one_launch() -> None:
         assert calls(lowered(lambda x, w, _: skinny_gemm(x, w), *of(rows, outputs, columns))) == 0
 
 
-def test_few_rows_are_gated_by_the_product() -> None:
-    def launches(rows: int, outputs: int, columns: int, dtype: Any = jnp.bfloat16) -> int:
-        x, w = (jax.ShapeDtypeStruct((size, columns), dtype) for size in (rows, outputs))
-        text = lowered(lambda x, w: skinny_gemm_swiglu(x, w, EPS), x, w)
-        assert calls(text) == 1 or "stablehlo.dot_general" in text
-        return calls(text)
-
-    assert launches(9, 28672, 4096) == launches(16, 16384, 2048) == 1
-    for others in [(17, 16384, 2048), (9, 16384, 2040), (9, 64, 2048)]:
-        assert launches(*others) == 0
-    assert launches(9, 16384, 2048, jnp.float32) == 0
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_eight_bits_are_multiplied_by_the_kernel(kind: str) -> None:
     x = jax.ShapeDtypeStruct((9, 4096), jnp.bfloat16)
@@ -280,23 +245,6 @@ def test_kernels_are_compiled_for_every_target(name: str, capability: int) -> No
         check_resources(compiled(capability, lambda x, w: skinny_gemm(x, w), x, w))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("name", ["1B, gate_up", "8B, gate_up"])
-def test_swiglu_is_compiled_for_every_target(name: str, capability: int) -> None:
-    """On Hopper a slot is not fetched into while tensor cores read it: there are as many slots as are asked for."""
-    outputs, columns = SIZES[name]
-    x, w = (jax.ShapeDtypeStruct((size, columns), jnp.bfloat16) for size in (9, outputs))
-    [cubin] = compiled(capability, lambda x, w: skinny_gemm_swiglu(x, w, EPS), x, w)
-    assert cubin.spilled == 0
-    assert 0 < cubin.registers <= 128
-    assert cubin.shared_memory <= cubin.limit
-    if name == "1B, gate_up" and capability == 90:
-        assert cubin.shared_memory >= shared_memory(
-            tuning_for(9, outputs, columns, w.dtype, x.dtype), 9, w.dtype, x.dtype
-        )
-
-
 # ----------------------------------------------------------------------------------------------------------- on a GPU
 
 
@@ -317,9 +265,6 @@ def test_on_a_gpu(name: str, rows: int) -> None:
     with implementations("triton"):
         assert skinny_gemm.kernel_for(x, w, add_to=add_to) is not None
         check(repeats(lambda x, w, y: skinny_gemm(x, w, add_to=y), x, w, add_to), exact(x, w, add_to))
-        if skinny_gemm_swiglu.kernel_for(x, w, EPS) is not None:
-            check(repeats(lambda x, w: skinny_gemm_swiglu(x, w, EPS), x, w), exact_swiglu(x, w))
-        assert "gate_up" not in name or rows > 16 or skinny_gemm_swiglu.kernel_for(x, w, EPS) is not None
         for kind in KINDS:
             matrix = quantize_matrix(w, QUANTIZATIONS[kind])
             if skinny_gemm_eight_bits.kernel_for(x, matrix) is not None:
