@@ -52,7 +52,7 @@ def battery(
     if isinstance(part, TextPotential):
         _check_text_potential(part, prompt, texts)
         return
-    if not isinstance(part, Acceptance | Ending | Resampler | Potential):
+    if isinstance(part, type) or not isinstance(part, Acceptance | Ending | Resampler | Potential):
         raise TypeError(
             "part must derive from smcjax.smc.Acceptance, be a smcjax.TextPotential, or have the methods of an Ending, "
             f"a Resampler or a Potential, got {part!r}."
@@ -199,19 +199,22 @@ def _mean_weight(outcomes: Outcomes) -> Any:
 def _check_resampler(rule: Resampler, rng: np.random.Generator) -> None:
     """Numbers of offspring sum to N and have the mean N·W, integrated over a grid of uniforms.
 
-    Weights are multiples of 1/64, so that a scheme which compares uniforms with sums of weights is constant within the
-    grid's cells.
+    Weights are multiples of 1/32 and cells are half as wide, so that a scheme which compares uniforms with sums of
+    weights, or of what whole numbers of offspring leave of them, is constant within the grid's cells.
     """
     n, cells = 3, 64
     axes = rule.num_uniforms(n)
     assert axes in (1, n), f"num_uniforms(3) must be 1 or 3, so that the battery can integrate, got {axes}"
     grid = jnp.asarray((np.indices((cells,) * axes).reshape(axes, -1).T + 0.5) / cells)
-    for counts in ([8, 28, 28], [0, 40, 24], rng.multinomial(cells, [0.2, 0.3, 0.5]).tolist()):
-        weights = jnp.asarray(counts) / cells
+    for counts in ([4, 14, 14], [0, 20, 12], rng.multinomial(cells // 2, [0.2, 0.3, 0.5]).tolist()):
+        weights = jnp.asarray(counts) / (cells // 2)
         offspring = jax.vmap(lambda u, w=weights: rule.offspring(u, w))(grid)
         assert (offspring >= 0).all(), "numbers of offspring must not be negative"
         assert (offspring.sum(axis=1) == n).all(), "numbers of offspring must sum to N"
-        law = "the mean number of offspring must be N·W, on a grid for schemes that compare uniforms with sums of W"
+        law = (
+            "the mean number of offspring must be N·W; the battery's grid is exact where uniforms are compared with "
+            "sums of weights alone, and another one wants a test of its own"
+        )
         _close(offspring.mean(axis=0), n * weights, law)
         squeezed = jax.vmap(lambda u, w=weights: rule.offspring(0.75 * u, w))(grid)
         _seen(squeezed.mean(axis=0), n * weights, "uniforms that stop at 3/4")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from smcjax import TextPotential, smc
-from smcjax.smc.resampling import offspring
+from smcjax.smc.resampling import num_uniforms, offspring
 from smcjax.testing import battery
 
 
@@ -81,6 +81,19 @@ class Turned:
 
     def offspring(self, uniforms: Any, weights: Any) -> Any:
         return offspring("systematic", self.scale * (1 - uniforms), weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A scheme of the package as a part."""
+
+    name: str
+
+    def num_uniforms(self, n: int) -> int:
+        return num_uniforms(self.name, n)
+
+    def offspring(self, uniforms: Any, weights: Any) -> Any:
+        return offspring(self.name, uniforms, weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +176,7 @@ RIGHT = [
     smc.Roulette(),
     Halved(),
     Turned(),
+    *map(Named, smc.SCHEMES),
     smc.ConstantPotential(0.5),
     smc.TokenPotential(((1, 0.3), (2, -float("inf")))),
     Length(),
@@ -204,6 +218,8 @@ def test_parts_are_checked_where_jax_promotes_nothing() -> None:
 def test_what_is_no_part_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must derive from smcjax\.smc\.Acceptance, .*, got 3"):
         battery(3)
+    with pytest.raises(TypeError, match=r"must .*, got <class '.*Turned'>"):
+        battery(Turned)
 
 
 def length(prompt: str, texts: list[str]) -> list[float]:

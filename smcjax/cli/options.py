@@ -101,7 +101,9 @@ def check_models(args: argparse.Namespace) -> None:
         try:
             os.stat(os.path.expanduser(name))
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{option} {name} does not exist; pass a model directory or a hub id.") from None
+            raise CheckpointError(
+                f"{option} {name} does not exist; pass a model directory, a GGUF file or a hub id."
+            ) from None
         except OSError:
             continue
 
@@ -128,14 +130,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-model",
         metavar="MODEL",
-        help="draft: likewise, of the same tokenizer; an EAGLE-3 head; or ngram (rejection)",
+        help="draft: likewise, of the same tokenizer; an EAGLE-3 head; or ngram, for --decoding rejection",
     )
     add_layers_option(group)
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto (default): bfloat16 on a GPU")
     group.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's matrices (default: as they are)")
     group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (default: as they are)")
     add_parallel_options(group)
-    group.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
+    group.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="most tokens, prompt and answer")
     kernels = "xla: no GPU kernels; triton: those in Triton alone"
     group.add_argument("--implementation", choices=("auto", "triton", "xla"), default="auto", help=kernels)
     group.add_argument("--page-size", type=whole(1, 128), metavar="B", help="tokens in a KV page (16; or 128, see LLM)")
@@ -162,7 +164,7 @@ def add_parallel_options(parser: argparse._ActionsContainer, usual_draft: str = 
         "--draft-tensor-parallel-size",
         type=devices,
         metavar="n",
-        help=f"the draft: 1, each of them has all of it, or as many ({usual_draft})",
+        help=f"devices that divide the draft: 1, where each has all of it, or the target's number ({usual_draft})",
     )
 
 
@@ -240,10 +242,11 @@ def remark(line: str) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
     """Adds options for the sampling parameters of a request."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=0.7, help="0.7")
+    group.add_argument("--temperature", type=float, default=0.7, help="0 is greedy, by exact decoders only (0.7)")
     group.add_argument("--top-p", type=float, default=1.0, help="likeliest tokens of this sum; exact decoders only (1)")
     group.add_argument("--top-k", type=int, default=0, help="this many likeliest tokens; exact decoders only (0: all)")
-    group.add_argument("--max-tokens", type=int, default=max_tokens, help=str(max_tokens or "up to max-model-len"))
+    most = max_tokens or "up to max-model-len"
+    group.add_argument("--max-tokens", type=int, default=max_tokens, help=f"of the answer ({most})")
     group.add_argument("--min-tokens", type=int, default=0, help="no end before this many (0)")
     group.add_argument("--stop", type=text, action="append", metavar="TEXT", help="end before this text; repeatable")
     group.add_argument(

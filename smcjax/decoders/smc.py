@@ -38,6 +38,12 @@ class _Default(float):
 
 DEFAULT_CONTROL = _Default(0.1)  # what each c gives and costs: docs/explanation/control.md
 
+
+def _is_part(value: object, kind: type) -> bool:
+    """True for an object that has what `kind` asks for; its class, which has that too, is none."""
+    return isinstance(value, kind) and not isinstance(value, type)
+
+
 _RULES = {
     "n_particles": SIZES["n_particles"],
     "gamma": SIZES["gamma"],
@@ -45,14 +51,14 @@ _RULES = {
     "power": number(1e-3, 1e3),
     "ess_threshold": number(0, 1),
     "control": Rule(
-        lambda value: isinstance(value, Acceptance) or is_number(value, 0, 1), "a number from 0 to 1, or an Acceptance"
+        lambda value: _is_part(value, Acceptance) or is_number(value, 0, 1), "a number from 0 to 1, or an Acceptance"
     ),
     "resampling": Rule(
-        lambda value: isinstance(value, Resampler) or value in SCHEMES, f"one of {', '.join(SCHEMES)}, or a Resampler"
+        lambda value: _is_part(value, Resampler) or value in SCHEMES, f"one of {', '.join(SCHEMES)}, or a Resampler"
     ),
-    "early_end": Rule(lambda value: isinstance(value, bool | Ending), "True, False or an Ending"),
+    "early_end": Rule(lambda value: isinstance(value, bool) or _is_part(value, Ending), "True, False or an Ending"),
     "potentials": Rule(
-        lambda value: isinstance(value, tuple) and all(isinstance(one, Potential) for one in value),
+        lambda value: isinstance(value, tuple) and all(_is_part(one, Potential) for one in value),
         "a tuple of Potentials",
     ),
     "select": either(*SELECTIONS),
@@ -166,6 +172,8 @@ class SMC(Decoding):
         """Puts a part where its short spelling is, which must not be given as well."""
         if part is None:
             return
+        if isinstance(part, type):
+            raise ValueError(f"{name} is the class {part.__name__}; pass an object of it, {part.__name__}(…).")
         if not isinstance(part, kind):
             raise ValueError(f"{name} must be a smcjax.smc.{kind.__name__}, got {short(part)}.")
         if getattr(self, field) is not getattr(type(self), field):
@@ -289,9 +297,11 @@ class SMC(Decoding):
                 f"temperature is {params.temperature:g}, too low for weights, and an exact decoder has none",
             )
         if params.truncates:
+            cuts = {"top_k": params.top_k, "top_p": params.top_p}
+            given = " and ".join(f"{name} is {value:g}" for name, value in cuts.items() if value not in (0, 1.0))
             raise NeedsExact(
-                f"top_k is {params.top_k} and top_p {params.top_p:g}, and draft tokens outside the kept set would "
-                "weigh nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out.",
+                f"{given}, and draft tokens outside the kept set would weigh nothing; use decoding=Rejection() or "
+                "Autoregressive(), which honour it, or leave it out.",
                 "top_k or top_p cuts the distribution, which an exact decoder honours",
             )
         if params.adjusts:

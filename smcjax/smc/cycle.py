@@ -3,7 +3,7 @@
     propose    K tokens a particle from the draft model
     score      all of them in one forward of the target
     judge      which drafts a particle keeps, and the token behind them (`smcjax.smc.acceptance`)
-    commit     the block, up to the row's end
+    commit     the block, up to the row's end, and with it
     weigh      log w += Σ of the block's increments, and what the potentials of the row's answer have gained
                (`smcjax.smc.potential`)
     end        a rule may end the population before its slowest particle (`smcjax.smc.ending`)
@@ -46,9 +46,11 @@ from smcjax.smc.weights import temper
 @by_implementation
 def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every live particle by one cycle, of `SMC.tokens_per_cycle` tokens at most."""
+    # The groups of this cycle: those that end in it leave `state.running`.
     ran, acceptance = state.running, acceptance_of(program, state)
     constraint = row_constraint(state, program.rows)
     proposal = draft_distribution(state, constraint)
+    # `copies` are part-filled pages shared with other rows, which both models' first forwards copy before they write.
     state, drafts, copies = propose(program, params, state, proposal, keep_logits=acceptance.rejects)
     state, logits, hidden = score_hidden(program, params, state, drafts.tokens, copies)
     scored = scored_drafts(program, state, logits, drafts, constraint)

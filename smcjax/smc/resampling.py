@@ -71,9 +71,8 @@ def positions(method: str, uniforms: Float[Array, " U"], n: int) -> Float[Array,
     """The positions in [0, 1) at which a scheme other than residual reads the inverse CDF."""
     if method == "multinomial":
         return uniforms
-    return (
-        uniforms + jnp.arange(n, dtype=uniforms.dtype)
-    ) / n  # systematic (one uniform for all strata) and stratified
+    assert method in ("systematic", "stratified"), method  # one uniform for all strata, or one each
+    return (uniforms + jnp.arange(n, dtype=uniforms.dtype)) / n
 
 
 def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"]) -> Int[Array, " N"]:
@@ -144,9 +143,8 @@ def _plan_sm90(
 
 
 def _supports_plan(keys: jax.Array, log_weights: jax.Array, *args: Any, method: Method, **named: Any) -> bool:
-    return (
-        isinstance(method, str) and method != "residual" and supports_ancestors(log_weights.shape[1], log_weights.dtype)
-    )
+    by_positions = isinstance(method, str) and method in ("systematic", "stratified", "multinomial")
+    return by_positions and supports_ancestors(log_weights.shape[1], log_weights.dtype)
 
 
 plan_resampling = Op(_plan_reference)

@@ -112,7 +112,7 @@ def test_smc_refuses_to_cut_off_before_anything_is_loaded(
 ) -> None:
     result = smcjax(*command, *models, *SMALL, "--decoding", "smc", "--top-p", "0.9")
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("smcjax: error: --top-k is 0 and --top-p 0.9")
+    assert result.err.startswith("smcjax: error: --top-p is 0.9")
     assert "use --decoding rejection or autoregressive, which honour" in result.err
 
 

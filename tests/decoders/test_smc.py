@@ -45,6 +45,10 @@ def test_a_part_beside_its_short_spelling_is_refused(name: str, spelling: tuple[
         SMC(**{name: part, field: short})
     with pytest.raises(ValueError, match=f"^{name} must be a smcjax.smc.{name.title()}, got 0.1.$"):
         SMC(**{name: 0.1})
+    with pytest.raises(ValueError, match=f"^{name} is the class {type(part).__name__}; pass an object of it"):
+        SMC(**{name: type(part)})
+    with pytest.raises(ValueError, match=f"^{field} must be"):
+        SMC(**{field: type(part)})
 
 
 def test_rejection_control_by_either_name_is_one_rule() -> None:

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from smcjax import smc
 from smcjax.smc import resampling
-from smcjax.smc.resampling import ancestors, ancestors_from_counts, inverse_cdf, num_uniforms, offspring
+from smcjax.smc.resampling import (
+    _supports_plan,
+    ancestors,
+    ancestors_from_counts,
+    inverse_cdf,
+    num_uniforms,
+    offspring,
+)
 from smcjax.smc.weights import effective_sample_size, must_resample, normalized_weights
 from tests.smc.enumeration import pieces
 from tests.smc.reference import ancestors_of, counts_of
@@ -250,6 +257,12 @@ def test_second_example_of_the_explainer() -> None:
 def test_resample_refuses_an_unknown_scheme() -> None:
     with pytest.raises(ValueError, match="systematic, stratified, multinomial, residual, or a Resampler, got 'other'"):
         smc.resample(jax.random.key(0), jnp.zeros(3), "other")
+    # A scheme that is new, and has no branch yet, is no other one: neither for the reference nor for the kernel.
+    with pytest.raises(AssertionError, match="other"):
+        offspring("other", jnp.zeros(3), jnp.full(3, 1 / 3))
+    for method in ("residual", "other"):
+        assert not _supports_plan(jnp.zeros(1), jnp.zeros((1, 8)), method=method)
+    assert _supports_plan(jnp.zeros(1), jnp.zeros((1, 8)), method="stratified")
 
 
 def test_worked_example_of_the_explainer() -> None:

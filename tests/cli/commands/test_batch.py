@@ -79,7 +79,10 @@ BAD = [
     (json.dumps({"prompt": "a", "best_of": 3}), "it has the unknown field 'best_of', and prompt, messages, id, max"),
     (json.dumps({"prompt": "a", "max_tokens": 0}), "max_tokens must be a whole number of at least 1"),
     (json.dumps({"prompt": "a", "temperature": "hot"}), "temperature must be 0 (greedy)"),
-    (json.dumps({"prompt": "a", "top_k": 3, "control": 0.1}), "top_k is 3 and top_p 1"),  # which SMC does not decode
+    (
+        json.dumps({"prompt": "a", "top_k": 3, "control": 0.1}),
+        "top_k is 3, and draft",
+    ),  # which SMC does not decode
     ('{"prompt": "a", "temperature": NaN}', "it holds NaN, which is no JSON"),
     (json.dumps({"prompt": "a", "id": [1]}), "id must be text or a whole number, got [1]."),
 ]
