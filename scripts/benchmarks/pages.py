@@ -64,19 +64,28 @@ def run_of(made: Record) -> str:
     return f"*{count}{machine['device']}, JAX {machine['jax']}, {made['date']}, {commit}: `{made['command']}`*"
 
 
+def runs_of(*records: Record) -> str:
+    """The line below tables: `run_of` the first one, with the commands of others that ran likewise."""
+    runs = [run_of(made) for made in records]
+    begins = {line[: line.index("`")] for line in runs}
+    if len(begins) > 1:
+        return "\n\n".join(runs)
+    return begins.pop() + ", ".join(line[line.index("`") : -1] for line in runs) + "*"
+
+
 def cycles(timed: Record, compared: Record) -> str:
     """Cases of `bench table`, and the contenders of `bench cycle --compare`."""
     rows = []
     for row in timed["rows"]:
         requests = "1 request" if row["groups"] == 1 else f"{row['groups']} requests"
         private = f", {row['private']:,} of them private" if row["private"] else ""
-        rows.append((f"{row['described']}, {requests}, {row['context']:,} tokens{private}", *_cells(row)))
+        rows.append((f"{row['described']}, {requests}, {row['context']:,}{private}", *_cells(row)))
     rows += [
-        (f"{row['contender']}, {row['groups']} request of {row['context']:,} tokens", *_cells(row))
+        (f"{row['contender']}, {row['groups']} request, {row['context']:,}", *_cells(row))
         for row in compared["rows"]
         if "not_run" not in row
     ]
-    heads = ["case", "ms a cycle", "tokens/s", "of the weight roofline", "of the whole roofline"]
+    heads = ["case, tokens of context", "ms a cycle", "tokens/s", "of the weight roofline", "of the whole roofline"]
     return "\n\n".join([table(heads, rows), run_of(timed), run_of(compared)])
 
 
@@ -92,7 +101,7 @@ def decoders(made: Record) -> str:
     for number, row in enumerate(made["rows"]):
         low, middle, high = (100 * row[name] for name in ("difference_low", "difference", "difference_high"))
         ess = "–" if row["mean_ess"] is None else f"{row['mean_ess']:.2f}"
-        difference = f"{middle:+.1f} ({low:+.1f} to {high:+.1f})" if number else "–"
+        difference = f"{middle:+.1f} ({low:+.1f}, {high:+.1f})" if number else "–"
         rows.append((row["decoder"], share(row["accuracy"]), difference, f"{row['tokens_per_cycle']:.2f}", ess))
     heads = ["decoder", "accuracy", "minus the first row, points", "tokens a cycle", "mean ESS"]
     return f"{table(heads, rows)}\n\n{run_of(made)}"
@@ -121,10 +130,26 @@ def eight_bits(compared: Record, judged: Record) -> str:
         return f"{row['kl']:.2g} ({share(row['agreement'])})"
 
     def accuracy(row: Record) -> str:
-        return f"{share(row['accuracy'])} ({100 * row['ci_low']:.1f} to {100 * row['ci_high']:.1f})"
+        return f"{share(row['accuracy'])} ({100 * row['ci_low']:.1f}, {100 * row['ci_high']:.1f})"
 
-    parts = [rows(compared, "model", law), run_of(compared), rows(judged, "decoder", accuracy), run_of(judged)]
-    return "\n\n".join(parts)
+    tables = [rows(compared, "model", law), rows(judged, "decoder", accuracy)]
+    return "\n\n".join([*tables, runs_of(compared, judged)])
+
+
+def genlm(made: Record) -> str:
+    """Contenders of `genlm_speed.py`."""
+    rows = [
+        (
+            row["contender"],
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['seconds']:.2f}",
+            share(row["satisfied"]),
+            f"{row['log_evidence']:.2f} ± {row['half']:.2f}",
+        )
+        for row in made["rows"]
+    ]
+    heads = ["", "tokens/s", "seconds", "have the form", "log evidence"]
+    return f"{table(heads, rows)}\n\n{run_of(made)}"
 
 
 def rivals(published: Record) -> str:
@@ -162,6 +187,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "plain": plain,
     "dated": dated,
     "eight_bits": eight_bits,
+    "genlm": genlm,
     "rivals": rivals,
 }
 

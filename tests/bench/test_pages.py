@@ -71,8 +71,8 @@ def test_records_of_the_benchmarks_take_the_place_of_transcribed_ones() -> None:
     compared = [{"contender": "ours", **result, "groups": 1}, {"contender": "theirs", "not_run": "no torch"}]
     lines = pages.cycles(made | {"rows": [result]}, made | {"rows": compared}).splitlines()
     assert lines[2:4] == [
-        "| SMC, N=8, K=8, 2 requests, 4,096 tokens, 16 of them private | 1.00 | 1 | – | 100.0% |",
-        "| ours, 1 request of 4,096 tokens | 1.00 | 1 | 100.0% | 100.0% |",
+        "| SMC, N=8, K=8, 2 requests, 4,096, 16 of them private | 1.00 | 1 | – | 100.0% |",
+        "| ours, 1 request, 4,096 | 1.00 | 1 | 100.0% | 100.0% |",
     ]
     assert lines[5] == "*2 × a card, JAX 1.0, 2026-11-28, no commit and changes: `smcjax x`*"
 
