@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from smcjax import __version__
-from smcjax.cli.commands import bench, chat, doctor, evaluate, generate, profile, serve, tune_draft, viz
+from smcjax.cli.commands import bench, chat, doctor, evaluate, generate, profile, serve, tune_draft, tune_twist, viz
 from smcjax.cli.failures import PLUGIN_LOG, InputLineError, refuses, sentence, without_traceback
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import Parser
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"smcjax {__version__}")
     parser.add_argument("--debug", action="store_true", help="errors with their traceback")
     subparsers = parser.add_commands("command", "command")
-    for command in (generate, chat, serve, evaluate, bench, profile, tune_draft, viz, doctor):
+    for command in (generate, chat, serve, evaluate, bench, profile, tune_draft, tune_twist, viz, doctor):
         command.add_parser(subparsers)
     for subparser in subparsers.choices.values():
         add_debug_option(subparser)

@@ -20,6 +20,7 @@ from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, select, st
 from smcjax.smc.potential import Answers, ConstantPotential, TokenPotential
 from smcjax.smc.resampling import resample
 from smcjax.smc.state import Info, State
+from smcjax.smc.twist import Twist
 from smcjax.smc.weights import effective_sample_size
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "SMCDecoder",
     "State",
     "TokenPotential",
+    "Twist",
     "WaitForAll",
     "begin",
     "conclude",

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int
 from smcjax.engine.llm import LLM
 from smcjax.engine.requests.requests import Prompt
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.results.outputs import RequestOutput
 
 _WIDTHS = 64  # rows are padded to multiples of this
 
@@ -41,6 +42,14 @@ def sample_answers(
 
     Raises ValueError where none is left, or a prompt cannot run.
     """
+    outputs = sample_outputs(llm, prompts, temperature=temperature, max_tokens=max_tokens, seed=seed, use_tqdm=use_tqdm)
+    return answers_of(outputs)
+
+
+def sample_outputs(
+    llm: LLM, prompts: Sequence[Prompt], *, temperature: float, max_tokens: int, seed: int, use_tqdm: bool = False
+) -> list[RequestOutput]:
+    """The outputs that `sample_answers` makes rows of."""
     if not llm.decoding.exact:
         raise ValueError(f"the decoder is {llm.decoding}, whose answers are not the target's own; use an exact one.")
     params = [
@@ -48,10 +57,15 @@ def sample_answers(
         for index in range(len(prompts))
     ]
     outputs = llm.generate(list(prompts), params, use_tqdm=use_tqdm)
-    texts = [(one.prompt_token_ids, one.outputs[0].token_ids) for one in outputs if one.error is None]
-    texts = [(prompt, answer) for prompt, answer in texts if answer]
-    if not texts:
+    outputs = [one for one in outputs if one.error is None and one.outputs[0].token_ids]
+    if not outputs:
         raise ValueError("prompts gave no answer of the target; look at its answers by smcjax generate.")
+    return outputs
+
+
+def answers_of(outputs: Sequence[RequestOutput]) -> Answers:
+    """Prompts and answers of outputs as rows."""
+    texts = [(one.prompt_token_ids, one.outputs[0].token_ids) for one in outputs]
     tokens = np.zeros((len(texts), max(len(prompt) + len(answer) for prompt, answer in texts)), np.int32)
     for row, (prompt, answer) in zip(tokens, texts, strict=True):
         row[: len(prompt) + len(answer)] = [*prompt, *answer]

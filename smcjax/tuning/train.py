@@ -91,35 +91,54 @@ def train(
     `begin` is the number of steps done and the optimiser's state behind them, whose weights are then `draft_params`.
     `on_step` hears of each step its number from 1, the loss a token, weights and optimiser's state behind it.
     """
-    optimizer = schedule.optimizer()
     compute = target_params.embed.dtype
     mean_tokens = batches.tokens_per_batch
 
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    def step(
-        target_params: Params, params: Params, state: Any, batch: Batch, target_states: jax.Array
-    ) -> tuple[Params, Any, jax.Array]:
+    def loss(params: Params, given: tuple[Params, Batch, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        target_params, batch, target_states = given
         log_p = laws.log_p(target_params, target_states)
+        cast = jax.tree.map(lambda leaf: leaf.astype(compute), params)
+        total, weight = objective(log_p, laws.log_q(cast, batch), batch)
+        # Not by the batch's own number of tokens, so that a token weighs the same in a short batch.
+        count = jnp.maximum(jnp.sum(batch.counted), 1).astype(jnp.float32)
+        return total / weight * count / mean_tokens, total / weight
 
-        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
-            cast = jax.tree.map(lambda leaf: leaf.astype(compute), params)
-            total, weight = objective(log_p, laws.log_q(cast, batch), batch)
-            # Not by the batch's own number of tokens, so that a token weighs the same in a short batch.
-            count = jnp.maximum(jnp.sum(batch.counted), 1).astype(jnp.float32)
-            return total / weight * count / mean_tokens, total / weight
+    def given(batch: Batch) -> tuple[Params, Batch, np.ndarray]:
+        return target_params, batch, states.of(batch)
 
-        gradient, own = jax.grad(loss, has_aux=True)(params)
+    return minimise(loss, draft_params, batches, given, schedule, begin=begin, on_step=on_step)
+
+
+def minimise[P](
+    loss: Callable[[P, Any], tuple[jax.Array, jax.Array]],
+    params: P,
+    batches: Batches,
+    given: Callable[[Batch], Any],
+    schedule: Schedule,
+    *,
+    begin: tuple[int, Any] | None = None,
+    on_step: Callable[[int, jax.Array, P, Any], None] = lambda *_: None,
+) -> P:
+    """The parameters, float32, after all steps of gradient descent on a loss; `begin` and `on_step` as in `train`.
+
+    `loss(params, given(batch))` is what is differentiated, and the loss a token that `on_step` hears of.
+    """
+    optimizer = schedule.optimizer()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: P, state: Any, given: Any) -> tuple[P, Any, jax.Array]:
+        gradient, own = jax.grad(loss, has_aux=True)(params, given)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers, whatever the user has set
             change, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, change), state, own
 
-    params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), draft_params)
+    params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
     done, state = (0, optimizer.init(params)) if begin is None else begin
     while done < schedule.steps:
         epoch, first = divmod(done, len(batches))
         order = batches.epoch(np.random.default_rng([schedule.seed, epoch]))
         for batch in order[first : first + schedule.steps - done]:
-            params, state, own = step(target_params, params, state, batch, states.of(batch))
+            params, state, own = step(params, state, given(batch))
             done += 1
             on_step(done, own, params, state)
     return params

@@ -30,7 +30,7 @@ BENCH = ["bench", "cycle", "--target-shape", "tiny-target", "--draft-shape", "ti
 USAGE: list[tuple[list[str], str]] = [
     (
         ["frobnicate"],
-        "'frobnicate' is not one of generate, chat, serve, eval, bench, profile, tune-draft, viz, doctor; "
+        "'frobnicate' is not one of generate, chat, serve, eval, bench, profile, tune-draft, tune-twist, viz, doctor; "
         "see smcjax --help",
     ),
     (["generat", "hello"], "did you mean generate? See smcjax --help."),

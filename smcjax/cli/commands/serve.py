@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ from smcjax.cli.options import (
     one_decoder,
 )
 from smcjax.cli.parser import text, whole
+from smcjax.cli.potentials import imported_potential, is_place
 from smcjax.cli.stdin import read_file
 from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.errors import extra_missing
@@ -142,27 +141,12 @@ def run(args: argparse.Namespace) -> int:
 
 def potentials_of(named: Sequence[str]) -> dict[str, Any]:
     """The operator's potentials by name. Raises ValueError for what cannot be imported, or is none."""
-    from smcjax.decoders.parts import Potential
-    from smcjax.decoders.text_potential import TextPotential
-
     found: dict[str, Any] = {}
     for one in named:
         name, _, place = one.partition("=")
-        module, _, attribute = place.partition(":")
-        if not (name and module and attribute) or name in found:
+        if not name or name in found or not is_place(place):
             raise ValueError(f"--potential must be NAME=MODULE:OBJECT, each name once, got {short(one)}.")
-        sys.path.insert(0, "")  # a module in the current directory, as for python -m
-        try:
-            value = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"--potential {short(one)} cannot be imported: {error}; mend the name.") from None
-        finally:
-            sys.path.remove("")
-        if not isinstance(value, TextPotential | Potential):
-            if not callable(value):
-                raise ValueError(f"--potential {short(one)} is {short(value)}; it must be a potential or a function.")
-            value = TextPotential(value)
-        found[name] = value
+        found[name] = imported_potential(one, place)
     return found
 
 

@@ -33,14 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     models.add_argument("--model", metavar="MODEL", help="target (default: the bundled pair)")
     models.add_argument("--draft-model", "--draft", metavar="MODEL", help="draft to begin with, of the same tokenizer")
     add_layers_option(models)
-    answers = parser.add_argument_group("the target's answers")
-    answers.add_argument("--prompts", required=True, metavar="FILE", help=f"a JSONL file, or {' or '.join(TASKS)}")
-    answers.add_argument("-n", "--num-prompts", type=whole(2, 1_000_000), default=2048, help="prompts (2048)")
-    answers.add_argument("--context", type=whole(1, 1 << 20), metavar="T", help="tokens of a document (2048)")
-    answers.add_argument("--temperature", type=above(0, 100), default=0.7, help="at which SMC is to run (0.7)")
-    answers.add_argument("--max-tokens", type=whole(1, 1 << 20), help="of an answer (256; of a task's as it needs)")
-    answers.add_argument("--max-num-seqs", type=whole(1, 4096), default=32, help="requests at once (32)")
-    answers.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
+    add_answers_options(parser, num_prompts=2048)
     training = parser.add_argument_group("training")
     training.add_argument("-K", "--gamma", type=whole(1, 64), default=8, help="draft tokens a cycle, as SMC has (8)")
     training.add_argument("--order", type=above(1, 4), default=1.5, help="of Rényi's divergence (1.5; 2: χ²)")
@@ -57,6 +50,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
+def add_answers_options(parser: argparse.ArgumentParser, num_prompts: int) -> None:
+    """Declares the prompts, and how the target answers them."""
+    answers = parser.add_argument_group("the target's answers")
+    answers.add_argument("--prompts", required=True, metavar="FILE", help=f"a JSONL file, or {' or '.join(TASKS)}")
+    answers.add_argument(
+        "-n", "--num-prompts", type=whole(2, 1_000_000), default=num_prompts, help=f"prompts ({num_prompts})"
+    )
+    answers.add_argument("--context", type=whole(1, 1 << 20), metavar="T", help="tokens of a document (2048)")
+    answers.add_argument("--temperature", type=above(0, 100), default=0.7, help="at which SMC is to run (0.7)")
+    answers.add_argument("--max-tokens", type=whole(1, 1 << 20), help="of an answer (256; of a task's as it needs)")
+    answers.add_argument("--max-num-seqs", type=whole(1, 4096), default=32, help="requests at once (32)")
+    answers.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
+
+
 def run(args: argparse.Namespace) -> int:
     """Trains, writes the draft with its report and picture, prints figures before and after."""
     output = Path(args.output)
@@ -64,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts == "recall" and args.model is None and args.draft_model is None:
         args.model = "recall"
         args.draft_model = None if args.draft_drop_layers is not None else "recall-draft"
-    prompts, held_out = _prompts(args)
-    _require_optax()
+    prompts, held_out = asked_prompts(args)
+    require_optax("smcjax tune-draft")
 
     from smcjax.tuning.pair import Paths
     from smcjax.tuning.run import Sampling, tune
@@ -121,12 +128,17 @@ def _check_output(output: Path, resume: bool) -> None:
             raise ValueError(f"--output {output} holds a training that was interrupted; add --resume, or name another.")
     elif output.exists() and any(output.iterdir()):
         raise ValueError(f"--output {output} is not empty, and a model is never written over; name another directory.")
+    require_writable(output)
+
+
+def require_writable(output: Path) -> None:
+    """Raises ValueError where the nearest directory above `output` that exists cannot be written to."""
     place = next(one for one in (output, *output.absolute().parents) if one.exists())
     if not os.access(place, os.W_OK | os.X_OK):
         raise ValueError(f"--output {output} cannot be made, as {place} cannot be written to; name another.")
 
 
-def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+def asked_prompts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
     """Prompts to train on and prompts held out, of a task's two splits or of a file."""
     if args.context is not None and args.prompts != "recall":
         raise ValueError(f"--context is an option of --prompts recall, got --prompts {args.prompts}; leave it out.")
@@ -153,8 +165,9 @@ def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
     return asked[apart:], asked[:apart]
 
 
-def _require_optax() -> None:
+def require_optax(command: str) -> None:
+    """Raises RuntimeError where it is not installed."""
     import importlib.util
 
     if importlib.util.find_spec("optax") is None:
-        raise RuntimeError(extra_missing("smcjax tune-draft", "optax", "train") + ".")
+        raise RuntimeError(extra_missing(command, "optax", "train") + ".")

@@ -1,0 +1,96 @@
+"""`smcjax tune-twist`: trains a twist for a potential, which guesses what beginnings of answers will be worth.
+
+Prompts are those of `smcjax tune-draft`; the target answers each several times. The twist is one file, which
+`smcjax.smc.Twist.load` reads, for requests that have the potential too. Needs optax, by the extra train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from smcjax.cli.commands.tune_draft import add_answers_options, asked_prompts, require_optax, require_writable
+from smcjax.cli.options import add_quiet_option, remark
+from smcjax.cli.parser import above, whole
+from smcjax.cli.potentials import imported_potential, is_place
+from smcjax.engine.requests.sampling_params import MAX_SEED
+from smcjax.normalize import short
+from smcjax.tasks.questions import LONGEST_ANSWER
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    parser = subparsers.add_parser("tune-twist", help="train a guide to a potential", description=__doc__)
+    models = parser.add_argument_group("models")
+    models.add_argument("--model", metavar="MODEL", help="target (default: the bundled pair)")
+    models.add_argument("--draft-model", "--draft", metavar="MODEL", help="draft, to sample faster")
+    models.add_argument(
+        "--potential",
+        required=True,
+        metavar="MODULE:OBJECT",
+        help="a smcjax.TextPotential, a smcjax.smc.Potential, or a function of a prompt and a list of texts",
+    )
+    add_answers_options(parser, num_prompts=512)
+    training = parser.add_argument_group("training")
+    training.add_argument("--samples", type=whole(1, 1024), default=8, help="answers to a prompt (8)")
+    training.add_argument("--units", type=whole(1, 4096), default=32, help="of the hidden layer (32)")
+    training.add_argument("--steps", type=whole(1, 10_000_000), default=1000, help="updates (1000)")
+    training.add_argument("--batch-tokens", type=whole(16, 1 << 24), default=4096, help="of an update (4096)")
+    training.add_argument("--learning-rate", type=above(0, 1), default=3e-3, help="at its peak (0.003)")
+    training.add_argument("--seed", type=whole(0, MAX_SEED // 2), default=0, help="of all randomness (0)")
+    files = parser.add_argument_group("files")
+    files.add_argument("-o", "--output", required=True, metavar="FILE", help="the twist's file, as twist.safetensors")
+    files.add_argument("--json", action="store_true", help="one JSON line last")
+    add_quiet_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, writes the twist, prints the loss on held-out prompts."""
+    output = Path(args.output)
+    if output.exists():
+        raise ValueError(f"--output {output} exists, and nothing is written over; name another file.")
+    require_writable(output)
+    if not is_place(args.potential):
+        raise ValueError(f"--potential must be MODULE:OBJECT, got {short(args.potential)}.")
+    if args.draft_model is not None and args.model is None:
+        raise ValueError("draft_model is set and model is not; give both, or neither for the bundled pair.")
+    potential = imported_potential(args.potential, args.potential)
+    if args.prompts == "recall" and args.model is None:
+        args.model, args.draft_model = "recall", "recall-draft"
+    prompts, held_out = asked_prompts(args)
+    require_optax("smcjax tune-twist")
+
+    from smcjax.tuning.run import Sampling
+    from smcjax.tuning.train import Schedule
+    from smcjax.tuning.twist import tune_twist
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    report = tune_twist(
+        args.model,
+        args.draft_model,
+        potential,
+        prompts,
+        held_out,
+        output,
+        sampling=Sampling(
+            temperature=args.temperature,
+            max_tokens=args.max_tokens or LONGEST_ANSWER.get(args.prompts, 256),
+            seed=args.seed,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=args.max_model_len,
+        ),
+        schedule=Schedule(args.steps, args.learning_rate, args.seed),
+        samples=args.samples,
+        units=args.units,
+        batch_tokens=args.batch_tokens,
+        on_line=(lambda _: None) if args.quiet else remark,
+    )
+    before, after = report.held_out[0][1], min(loss for _, loss in report.held_out)
+    print(f"held-out prompts: loss {after:.4f} after step {report.kept}, {before:.4f} of a constant")
+    print(output)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(report)))
+    return 0

@@ -1,0 +1,100 @@
+"""Twists: whatever they say, the law is Φ's; files, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smcjax import CheckpointError, smc
+from smcjax.smc.twist import TwistParams
+from smcjax.testing import battery
+from tests.helpers import published
+from tests.smc.enumeration import HIDDEN, Enumeration, Toy
+
+FACTORS = ((0, 0.8), (1, -0.5))
+TOYS = {"stop": Toy(vocab=2, cap=5, stop=1), "wide": Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3)}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "two": ("stop", {"gamma": 2, "ess_threshold": 0.95}),
+    "control": ("wide", {"gamma": 2, "control": 0.3}),
+    "early end": ("stop", {"gamma": 1, "early_end": True}),
+    "power": ("stop", {"gamma": 1, "power": 1.5, "ess_threshold": 1.0}),
+}
+
+
+def random_twist(vocab: int, hidden: int = HIDDEN, seed: int = 0, scale: float = 1.0) -> smc.Twist:
+    rng = np.random.default_rng(seed)
+    shapes = (hidden, 4), (4,), (vocab, 4), (vocab,)
+    return smc.Twist(TwistParams(*((scale * rng.normal(size=shape)).astype(np.float32) for shape in shapes)))
+
+
+def off(case: str, twist: Any) -> float:
+    """The largest over Ω of |E[Ẑ·Σ W_i·1{x_i = x}] − p(x)^α·Φ(x)|."""
+    name, config = CASES[case]
+    toy = TOYS[name]
+    potentials = (smc.TokenPotential(FACTORS), twist)
+    done = Enumeration(toy, published(n_particles=2, **config, potentials=potentials)).run()
+    law = toy.outcomes(done.config.power)
+    law = {x: mass * float(np.exp(sum(dict(FACTORS).get(token, 0.0) for token in x))) for x, mass in law.items()}
+    return max(abs(done.measure.get(x, 0.0) - law.get(x, 0.0)) for x in done.measure.keys() | law.keys())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_untrained_twist_costs_no_law(case: str) -> None:
+    """To 1e-12, by random weights."""
+    assert off(case, random_twist(TOYS[CASES[case][0]].vocab)) < 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept(smc.Twist):
+    """A mistake: whole answers keep the value that they had as beginnings."""
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        return super().log_value(answers._replace(finished=answers.finished & False))
+
+
+def test_control_a_twist_of_whole_answers_is_seen() -> None:
+    assert off("two", Kept(random_twist(2).params)) > 1e-3
+
+
+def test_it_steers() -> None:
+    """Particles are resampled by it: another expected number of resamplings than without."""
+    toy, config = TOYS["stop"], CASES["two"][1]
+    found = [
+        Enumeration(toy, published(n_particles=2, **config, potentials=(smc.TokenPotential(FACTORS), *more))).run()
+        for more in ((), (random_twist(2, scale=2.0),))
+    ]
+    assert abs(found[0].resampled - found[1].resampled) > 1e-3
+
+
+def test_the_battery_takes_it() -> None:
+    battery(random_twist(8))
+
+
+def test_files(tmp_path: Path) -> None:
+    twist, path = random_twist(5), tmp_path / "twist.safetensors"
+    path.write_bytes(twist.content({"potential": "brief"}))
+    read = smc.Twist.load(path)
+    assert read == twist
+    assert hash(read) == hash(twist)
+    assert repr(read) == repr(twist)
+    for ours, theirs in zip(twist.params, read.params, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert read != random_twist(5, seed=1)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twist.safetensors"
+    with pytest.raises(CheckpointError, match=r"twist\.safetensors does not exist; .*\.$"):
+        smc.Twist.load(path)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"holds no twist .*; name a file that smcjax tune-twist wrote\.$"):
+        smc.Twist.load(path)
+    params = random_twist(5).params
+    with pytest.raises(ValueError, match=r"shapes \(E, H\).*train it anew\.$"):
+        smc.Twist(params._replace(tokens=params.tokens[:, :2]))
+    with pytest.raises(ValueError, match="not finite"):
+        smc.Twist(params._replace(up_bias=params.up_bias * np.nan))
