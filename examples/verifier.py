@@ -1,13 +1,16 @@
-"""A verifier of arithmetic steers a population: accuracy over N on word problems, beside majority and best of N.
+"""A verifier of arithmetic steers a population: accuracy on word problems, beside majority and best of N.
 
 Answers have a calculation a line, as `Tom has 12 - 7 = 5 apples`. The potential looks at each line when it ends; a
-false one costs 4 nats. At temperature 1.8 the bundled pair miscalculates often. Each point has N sequences a problem.
+false one costs 4 nats. At temperature 1.8 the bundled pair miscalculates often. A point has N sequences a problem, and
+the picture has it over the seconds that a problem takes, with as many sequences at a time everywhere. The lines below
+"as long" have as many of the target's own answers as are made in the steered population's time.
 
     python examples/verifier.py [problems] [largest N] [temperature] [picture]
 """
 
 import re
 import sys
+import time
 from collections import Counter, defaultdict
 
 from matplotlib.figure import Figure
@@ -26,32 +29,49 @@ def verify(prompt: str, texts: list[str]) -> list[float]:
 
 
 def main(count: int = 20, largest: int = 8, temperature: float = 1.8, picture: str = "verifier.svg") -> None:
-    problems, curves = generate(seed=5, n=count, split="eval"), defaultdict(list)
+    problems, curves = generate(seed=5, n=count, split="eval"), defaultdict(dict)
 
-    def texts(llm: LLM, seed: int, *potentials: TextPotential) -> list[str]:
+    def timed(llm: LLM, seed: int, *potentials: TextPotential) -> tuple[list[str], float]:
+        """Answers, and the seconds that a problem takes, but for those of compiling."""
         common = {"max_tokens": 96, "temperature": temperature, "potentials": potentials}
         params = [SamplingParams(seed=seed + number, **common) for number in range(count)]
+        began, compiling = time.perf_counter(), llm.engine.metrics()["compile_seconds"]
         outputs = llm.generate([problem.question for problem in problems], params, use_tqdm=False)
-        return [output.outputs[0].text for output in outputs]
+        seconds = time.perf_counter() - began - (llm.engine.metrics()["compile_seconds"] - compiling)
+        return [output.outputs[0].text for output in outputs], seconds / count
 
-    with LLM(decoding=Rejection(gamma=4), max_num_seqs=16) as llm:
-        samples = list(zip(*(texts(llm, 1000 * (1 + number)) for number in range(largest)), strict=True))
+    def note(name: str, n: int, numbers: list[int | None], seconds: float) -> None:
+        right = sum(number == problem.answer for number, problem in zip(numbers, problems, strict=True))
+        curves[name][n] = (seconds, right / count, *wilson_interval(right, count))
+        print("N = {}: {:.3f} s, {:6.1%} ({:.1%} to {:.1%})".format(n, *curves[name][n]), name)
+
+    def chosen(n: int) -> None:
+        """The target's answers, of which n are made and one is chosen."""
+        best = [max(own[:n], key=lambda text: verify("", [text])) for own in samples]
+        note("best of N by the verifier", n, [extract_answer(text) for text in best], n * each)
+        votes = [Counter(map(extract_answer, own[:n])).most_common(1)[0][0] for own in samples]
+        note("majority of N", n, votes, n * each)
+
+    with LLM(decoding=Rejection(gamma=4), max_num_seqs=8 * largest) as llm:
+        drawn = [timed(llm, 1000 * (1 + number)) for number in range(largest)]
+    samples = list(zip(*(texts for texts, _ in drawn), strict=True))
+    each = sum(seconds for _, seconds in drawn) / largest
     for n in (2**power for power in range(1, largest.bit_length())):
-        with LLM(decoding=SMC(n_particles=n, gamma=4), max_num_seqs=8) as llm:
-            answers = {"SMC": texts(llm, 0), "SMC, steered": texts(llm, 0, TextPotential(verify, ask="\n"))}
-        answers["best of N by the verifier"] = [max(x[:n], key=lambda y: verify("", [y])) for x in samples]
-        numbers = {name: [extract_answer(text) for text in own] for name, own in answers.items()}
-        numbers["majority of N"] = [Counter(map(extract_answer, x[:n])).most_common(1)[0][0] for x in samples]
-        for name, own in numbers.items():
-            right = sum(answer == problem.answer for answer, problem in zip(own, problems, strict=True))
-            curves[name].append((n, right / count, *wilson_interval(right, count)))
-            print("N = {}: {:6.1%} ({:.1%} to {:.1%})".format(*curves[name][-1]), name)
+        with LLM(decoding=SMC(n_particles=n, gamma=4), max_num_seqs=8 * largest // n) as llm:
+            for name, potentials in {"SMC": (), "SMC, steered": (TextPotential(verify, ask="\n"),)}.items():
+                texts, seconds = timed(llm, 0, *potentials)
+                note(name, n, [extract_answer(text) for text in texts], seconds)
+        chosen(n)
+        print("as long:")
+        chosen(min(largest, max(1, round(seconds / each))))
     axes = (figure := Figure()).subplots()
     for name, points in curves.items():
-        n, share, low, high = zip(*points, strict=True)
-        (line,) = axes.plot(n, share, "o-", label=name)
-        axes.fill_between(n, low, high, color=line.get_color(), alpha=0.1)
-    axes.set(xscale="log", xticks=n, xticklabels=n, xlabel="N, sequences a problem", ylabel="share of right answers")
+        seconds, share, low, high = zip(*(points[n] for n in sorted(points)), strict=True)
+        (line,) = axes.plot(seconds, share, "o-", label=name)
+        axes.fill_between(seconds, low, high, color=line.get_color(), alpha=0.1)
+        for n, point in points.items():
+            axes.annotate(n, point[:2], textcoords="offset points", xytext=(3, 3))
+    axes.set(xscale="log", xlabel="seconds a problem, at N sequences", ylabel="share of right answers")
     axes.legend()
     figure.savefig(picture)
 

@@ -56,9 +56,14 @@ def test_evidence_compares_two_models(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 def test_a_verifier_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Four shares of right answers, and a picture; the verifier sees what is wrong and nothing else."""
+    """Four shares of right answers, two at equal seconds, and a picture; the verifier sees what is wrong."""
     monkeypatch.setattr(sys, "argv", ["verifier.py", "3", "2", "1.8", str(tmp_path / "verifier.svg")])
-    assert len(re.findall(r"^N = 2: +\d+\.\d% \(", printed("verifier", capsys), re.MULTILINE)) == 4
+    alike, as_long = printed("verifier", capsys).split("as long:\n")
+    found = [re.findall(r"^N = ([12]): (\d+\.\d{3}) s, +\d+\.\d% \(", part, re.MULTILINE) for part in (alike, as_long)]
+    assert [n for n, _ in found[0]] == ["2"] * 4
+    assert len(found[1]) == 2
+    steered, fits = float(found[0][1][1]), float(found[1][0][1])
+    assert fits <= 2 * steered or found[1][0][0] == "1", "no more of the target's answers than the time allows"
     assert "best of N by the verifier" in (tmp_path / "verifier.svg").read_text()
     verify = runpy.run_path(str(EXAMPLES / "verifier.py"))["verify"]
     texts = ["", "Tom has 12 - 7 = 5 apples", "Tom has 12 - 7 = 6 apples\nThat makes 3 * 4 = 13", "7 / 0 = 1"]
