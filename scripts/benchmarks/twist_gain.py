@@ -1,22 +1,25 @@
-"""Compares log Ẑ of steered requests without and with a twist, at equal N.
+r"""Compares log Ẑ of steered requests without and with a twist, at equal N.
 
-    PYTHONPATH=scripts/benchmarks smcjax tune-twist --potential twist_gain:BRIEF --prompts words -o twist.safetensors
-    python scripts/benchmarks/twist_gain.py --twist twist.safetensors
+    PYTHONPATH=scripts/benchmarks smcjax tune-twist --potential twist_gain:CHECKED --prompts words --temperature 1.8 \
+        --max-tokens 96 -o twist.safetensors
+    python scripts/benchmarks/twist_gain.py CHECKED --twist twist.safetensors --temperature 1.8 --max-tokens 96
 
-The potential is e^-0.2 a token. The bundled pair answers word problems of the evaluation split. Each problem is
-answered with several seeds, of whose log Ẑ the variance is taken; its mean over problems has a bootstrapped interval.
-E[Ẑ] is Σ p·Φ with any twist, which samples of the target estimate too.
+The potential is BRIEF, e^-0.2 a token, or CHECKED, e^-4 a false calculation, heard of at the end. The bundled pair
+answers word problems of the evaluation split. Each problem is answered with several seeds, of whose log Ẑ the variance
+is taken; its mean over problems has a bootstrapped interval. E[Ẑ] is Σ p·Φ with any twist, which samples of the target
+estimate too.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
 
-from smcjax import LLM, SMC, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, SMC, Rejection, RequestOutput, SamplingParams, TextPotential
 from smcjax.bench.record import save, this_machine
 from smcjax.cli.bench_options import add_save_option, check_files
 from smcjax.markdown import table
@@ -50,12 +53,22 @@ class Brief:
         return self.log_factor * (answers.end - answers.begin).astype(float)
 
 
-BRIEF = Brief()
+RESULTS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": lambda a, b: a // b if b else -1}
+
+
+def false_calculations(prompt: str, texts: list[str]) -> list[float]:
+    """The log potential: −4 for each."""
+    found = [re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text) for text in texts]
+    return [-4.0 * sum(RESULTS[sign](int(a), int(b)) != int(c) for a, sign, b, c in each) for each in found]
+
+
+BRIEF, CHECKED = Brief(), TextPotential(false_calculations)
 
 
 def main() -> None:
     """Measures what the command line says and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("potential", choices=["BRIEF", "CHECKED"])
     parser.add_argument("--twist", required=True, metavar="FILE", help="trained by the first command")
     parser.add_argument("--problems", type=int, default=24, help="word problems (24)")
     parser.add_argument("--seeds", type=int, default=16, help="answers to each in a case (16)")
@@ -63,22 +76,30 @@ def main() -> None:
     parser.add_argument("-N", "--particles", type=int, default=8, help="particles (8)")
     parser.add_argument("-K", "--gamma", type=int, default=4, help="drafts a cycle (4)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of answers, and of the twist's (0.7)")
+    parser.add_argument("--max-tokens", type=int, default=LONGEST_ANSWER["words"], help="of an answer (160)")
     add_save_option(parser)
     args = parser.parse_args()
     check_files(args)
-    cases: dict[str, tuple[Any, ...]] = {"without": (BRIEF,), "with": (BRIEF, Twist.load(args.twist))}
+    potential = CHECKED if args.potential == "CHECKED" else BRIEF
+    cases: dict[str, tuple[Any, ...]] = {"without": (potential,), "with": (potential, Twist.load(args.twist))}
     asked = [one.prompt for one in questions("words", 1234, args.problems)]
 
     def answers(llm: LLM, times: int, *potentials: Any) -> list[list[RequestOutput]]:
         """Outputs by problem, of seeds 0, 1, …"""
-        common = {"max_tokens": LONGEST_ANSWER["words"], "temperature": args.temperature, "potentials": potentials}
+        common = {"max_tokens": args.max_tokens, "temperature": args.temperature, "potentials": potentials}
         params = [SamplingParams(seed=seed, **common) for _ in asked for seed in range(times)]
         outputs = llm.generate([prompt for prompt in asked for _ in range(times)], params, use_tqdm=False)
         return [outputs[begin : begin + times] for begin in range(0, len(outputs), times)]
 
     with LLM(decoding=Rejection(gamma=args.gamma), max_num_seqs=32, compile_at_start=False) as llm:
-        lengths = [[len(one.outputs[0].token_ids) for one in own] for own in answers(llm, args.samples)]
-    truth = log_mean(BRIEF.log_factor * np.array(lengths))
+        samples = [[one.outputs[0] for one in own] for own in answers(llm, args.samples)]
+    values = [
+        CHECKED.values(prompt, [one.text for one in own], whole=True)
+        if potential is CHECKED
+        else [BRIEF.log_factor * len(one.token_ids) for one in own]
+        for prompt, own in zip(asked, samples, strict=True)
+    ]
+    truth = log_mean(np.array(values))
     rows: list[dict[str, Any]] = []
     decoding = SMC(args.particles, args.gamma)
     with LLM(decoding=decoding, max_num_seqs=8, compile_at_start=False) as llm:
