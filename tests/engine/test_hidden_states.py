@@ -48,6 +48,7 @@ def ask(number: int, *potentials: Any) -> SamplingParams:
     return SamplingParams(seed=number, max_tokens=20, ignore_eos=True, potentials=list(potentials))
 
 
+@pytest.mark.slow
 def test_seeds_preemption_and_cached_prefixes(llm: LLM) -> None:
     """Tokens are the seed's, whatever batch, pages and prefix cache are; a request without it has those of before."""
     params = [ask(number, *([probe(llm, number)] if number else [])) for number in range(4)]

@@ -235,6 +235,7 @@ def test_a_judge_steers_a_request(steered: LLM, reward: Made) -> None:
     assert abs(weight(lambda prompt, texts: [-value for value in oracle(prompt, texts)])[1] - evidence) > 0.05
 
 
+@pytest.mark.slow
 def test_an_llms_target_judges_by_its_own_arrays(steered: LLM, plain: LLM, pair: Pair) -> None:
     """As a judge with weights of its own, also of a request that it steers itself; the draft as judge does not."""
     apart, own = Judge(pair.target, verdicts=("y", "n")), Judge(steered, verdicts=("y", "n"))

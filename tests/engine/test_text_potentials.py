@@ -319,6 +319,7 @@ def test_forms_and_potentials(steered: LLM) -> None:
     assert all(set(output.outputs[0].text) <= set("abcdef") and output.error is None for output in outputs)
 
 
+@pytest.mark.slow
 def test_potentials_of_tokens_are_a_requests_own(pair: Pair, steered: LLM) -> None:
     """As the decoder's own potentials, and without effect on others in the batch."""
     favour = smc.TokenPotential(((73, 2.0), (86, -2.0), (68, -1.5)))

@@ -152,7 +152,8 @@ def refused(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]
 
 def test_the_target_stands_first_or_behind_its_option(capfd: pytest.CaptureFixture[str]) -> None:
     code, said = refused(capfd, "/no/model", "--draft-model", "/no/draft")
-    assert (code, said) == (1, "smcjax: error: --model /no/model does not exist; pass a model directory or a hub id.")
+    mend = "pass a model directory, a GGUF file or a hub id"
+    assert (code, said) == (1, f"smcjax: error: --model /no/model does not exist; {mend}.")
     code, said = refused(capfd, "/no/model", "--model", "/no/other", "--draft-model", "/no/draft")
     assert (code, "leave one of them out" in said) == (2, True)
 

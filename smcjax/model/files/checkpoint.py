@@ -87,7 +87,7 @@ def resolve_model_path(name: str | os.PathLike[str]) -> Path:
     A hub id ("org/name", "org/name:file.gguf", "org/name@revision") is downloaded unless it is in the local cache.
     """
     if not os.fspath(name):
-        raise CheckpointError("the model path is empty; pass a model directory or a hub id such as org/name")
+        raise CheckpointError("the model path is empty; pass a model directory, a GGUF file or a hub id, as org/name")
     path = Path(os.path.expanduser(name))  # "~nosuchuser" stays as it is, and does not exist
     try:
         exists = path.exists()
@@ -100,9 +100,7 @@ def resolve_model_path(name: str | os.PathLike[str]) -> Path:
     if str(name) in PACKAGED:
         return packaged_model(str(name))
     if not is_hub_id(str(name)):
-        raise CheckpointError(
-            f"{path} does not exist; pass a model directory or a hub id such as org/name, or a GGUF file"
-        )
+        raise CheckpointError(f"{path} does not exist; pass a model directory, a GGUF file or a hub id, as org/name")
     return fetched_model(str(name))
 
 

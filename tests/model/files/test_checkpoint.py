@@ -247,7 +247,7 @@ def test_hub_ids_come_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.M
     assert resolve_model_path("org/name") == repo / "snapshots" / commit
     load_checkpoint("org/name")
     for bad in ("", "a/b/c", "../no such directory", "org/na me"):
-        with pytest.raises(CheckpointError, match="pass a model directory or a hub id"):
+        with pytest.raises(CheckpointError, match="pass a model directory, a GGUF file or a hub id"):
             resolve_model_path(bad)
 
 

@@ -235,7 +235,7 @@ def test_spellings_of_hub_ids(name: str, valid: bool) -> None:
 
 
 def test_a_revision_of_what_is_here_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"@v1 does not exist; pass a model directory or a hub id"):
+    with pytest.raises(CheckpointError, match=r"@v1 does not exist; pass a model directory, a GGUF file or a hub id"):
         resolve_model_path(f"{tmp_path}@v1")
 
 
