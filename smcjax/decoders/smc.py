@@ -297,8 +297,8 @@ class SMC(Decoding):
                 f"temperature is {params.temperature:g}, too low for weights, and an exact decoder has none",
             )
         if params.truncates:
-            cuts = {"top_k": params.top_k, "top_p": params.top_p}
-            given = " and ".join(f"{name} is {value:g}" for name, value in cuts.items() if value not in (0, 1.0))
+            of_k = [f"top_k is {params.top_k}"] if params.top_k > 0 else []
+            given = " and ".join(of_k + ([f"top_p is {params.top_p:g}"] if params.top_p < 1 else []))
             raise NeedsExact(
                 f"{given}, and draft tokens outside the kept set would weigh nothing; use decoding=Rejection() or "
                 "Autoregressive(), which honour it, or leave it out.",

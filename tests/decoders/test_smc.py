@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smcjax import SMC
+from smcjax import SMC, SamplingParams
 from smcjax.smc import KeepAll, RejectionControl, Roulette
 
 
@@ -63,3 +63,17 @@ def test_decoders_that_differ_in_what_they_draw_have_other_words() -> None:
     assert len(set(said)) == len(said)
     assert said[0] == "SMC, N=8, K=8, control 0.1"
     assert said[3] == "SMC, N=8, K=8, control 0.1, threshold 0.25"
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        ({"top_k": 1}, "top_k is 1"),
+        ({"top_p": 0.9}, "top_p is 0.9"),
+        ({"top_k": 5, "top_p": 0.5}, "top_k is 5 and top_p is 0.5"),
+        ({"top_k": -1, "top_p": 0.5}, "top_p is 0.5"),
+    ],
+)
+def test_a_refused_cut_is_named_as_it_was_given(cut: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}, and draft tokens outside"):
+        SMC().check(SamplingParams(**cut))
