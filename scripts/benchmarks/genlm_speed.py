@@ -52,7 +52,7 @@ FORM = r" [^?\n]*\?(\n[^\n=]*=[^\n=]*){1,2}\n#### [0-9]+"  # ends the story, in 
 
 
 class Population(NamedTuple):
-    """What one population took and brought; of one without any weight left, all but the times is 0."""
+    """The times and figures of one population; where no weight is left, all but the times are 0."""
 
     seconds: float  # of the processor
     wall: float

@@ -145,7 +145,7 @@ def tune_twist(
 
 
 class Given(NamedTuple):
-    """What the loss takes of a batch."""
+    """A batch as `loss` reads it."""
 
     hidden: Float[Array | np.ndarray, "B A E"]
     newest: Int[Array | np.ndarray, "B A"]
@@ -173,10 +173,10 @@ def initial(data: Gains, vocab_size: int, units: int, seed: int) -> TwistParams:
             f"the potential forbids all of {len(data.answers)} answers of the target, or they have one token, and a "
             "twist learns from those that it values; sample more, or soften it."
         )
-    batch = data.given(data.batches.epoch()[0])
-    states = np.asarray(batch.hidden, np.float32)
+    batch = data.batches.epoch()[0]
+    states = np.asarray(data.states.of(batch), np.float32)
     size = states.shape[-1]
-    scale = 1 / (math.sqrt(size) * max(float(np.sqrt(np.mean(states[data.batches.epoch()[0].counted] ** 2))), 1e-6))
+    scale = 1 / (math.sqrt(size) * max(float(np.sqrt(np.mean(states[batch.counted] ** 2))), 1e-6))
     up = scale * np.random.default_rng(seed).normal(size=(size, units))
     arrays = up, np.zeros(units), np.zeros((vocab_size, units)), np.full(vocab_size, valued.mean())
     return TwistParams(*(array.astype(np.float32) for array in arrays))
@@ -215,7 +215,7 @@ class Gains:
         return cls(answers, batches, states, log_gain, alive)
 
     def given(self, batch: Batch) -> Given:
-        """What the loss takes of a batch."""
+        """Returns a batch as `loss` reads it."""
         columns = batch.counted.shape[1]
         return Given(
             hidden=self.states.of(batch),

@@ -74,7 +74,7 @@ def test_requests_that_ask_for_more(tmp_path: Path) -> None:
 
 
 def test_potentials_steer_two_devices(tmp_path: Path) -> None:
-    """Of text and of tokens: the tokens and the evidence of one device; a request beside them has none."""
+    """Potentials of text and of tokens give one device's tokens and evidence; a request beside them has none."""
     own = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
     target = write_model(tmp_path / "target", 271, 1, **TARGET_SHAPE)
     draft = write_model(tmp_path / "draft", 264, 2, hidden_size=12, **own)

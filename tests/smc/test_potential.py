@@ -230,7 +230,7 @@ def test_log_probabilities_are_the_targets_own(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", [{"ess_threshold": 1.0}, {"pipelined": True}, {"control": 0.3}], ids=str)
 def test_hidden_states_are_the_targets_own(config: dict[str, Any]) -> None:
-    """What the state keeps is the value by the dense forward of each row's tokens without the newest, copies' too."""
+    """The state keeps the value by the dense forward of each row's tokens without the newest, copies' too."""
     direction = tuple(np.random.default_rng(0).normal(size=PAIR.target.hidden_size).tolist())
     state, infos = run(**config, potentials=(Probe(direction),))
     assert "pipelined" in config or any(bool(info.resampled.any()) for info in infos)
