@@ -59,6 +59,7 @@ def propose[S: Groups](
     return groups.with_memory(draft=draft), drafts, copies
 
 
+@jax.named_scope("verify")
 def score[S: Groups](
     program: Program[Any],
     params: PairParams,
@@ -67,25 +68,12 @@ def score[S: Groups](
     copies: Copies | None,
     *,
     once: bool = False,
-) -> tuple[S, Float[Array, "R C V"]]:
+) -> tuple[S, Float[Array, "R C V"], Float[Array, "R C E"]]:
     """The target's logits behind each of [frontier, d₀ …], C = width tokens a row, whose KV and features it writes.
 
-    With `once`, rows of a group may share pages of these tokens, which then are the same, and the first row writes.
+    The hidden states are those whose unembedding the logits are. With `once`, rows of a group may share pages of these
+    tokens, which then are the same, and the first row writes.
     """
-    return score_hidden(program, params, groups, drafts, copies, once=once)[:2]
-
-
-@jax.named_scope("verify")
-def score_hidden[S: Groups](
-    program: Program[Any],
-    params: PairParams,
-    groups: S,
-    drafts: Int[Array, "R K"],
-    copies: Copies | None,
-    *,
-    once: bool = False,
-) -> tuple[S, Float[Array, "R C V"], Float[Array, "R C E"]]:
-    """Like `score`, and the hidden states whose unembedding the logits are."""
     width, config, sequences = program.speculation.width, program.target, groups.sequences
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)

@@ -117,7 +117,7 @@ def _along_candidates(program: RejectionProgram, params: PairParams, state: Stat
     """Drafts N candidates, scores and judges them."""
     distribution = _distribution(program, state, program.rows)
     state, drafts, copies = propose(program, params, state, distribution, keep_logits=True)
-    state, logits = score(program, params, state, drafts.tokens, copies)
+    state, logits, _ = score(program, params, state, drafts.tokens, copies)
     with jax.named_scope("decide"):
         columns = range(logits.shape[1])
         earlier = distribution.before(drafts.tokens, [range(column) for column in columns])

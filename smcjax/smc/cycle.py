@@ -33,7 +33,7 @@ from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, forbid_stops, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Block, Sequences, cut_block
-from smcjax.decoding.speculation import propose, score_hidden
+from smcjax.decoding.speculation import propose, score
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.acceptance import NewBlock, Scored
 from smcjax.smc.chosen_parts import acceptance_of, ending_of, potentials_of
@@ -52,7 +52,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     proposal = draft_distribution(state, constraint)
     # `copies` are part-filled pages shared with other rows, which both models' first forwards copy before they write.
     state, drafts, copies = propose(program, params, state, proposal, keep_logits=acceptance.rejects)
-    state, logits, hidden = score_hidden(program, params, state, drafts.tokens, copies)
+    state, logits, hidden = score(program, params, state, drafts.tokens, copies)
     scored = scored_drafts(program, state, logits, drafts, constraint)
     block = dataclasses.replace(acceptance.judge(scored), hidden=hidden)
     state = end(commit(state, block, potentials_of(program)), ending_of(program.decoding))

@@ -34,7 +34,7 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.scores import Scores, scores
 from smcjax.decoding.sequences import put_behind
-from smcjax.decoding.speculation import score_hidden
+from smcjax.decoding.speculation import score
 from smcjax.smc.acceptance import NewBlock
 from smcjax.smc.chosen_parts import ending_of, potentials_of
 from smcjax.smc.cycle import commit, draft_distribution, end, resample, tempered
@@ -107,7 +107,7 @@ def draft_and_score(
         if copies is not None:
             memory = memory.copy_pages(copies)
         groups = dataclasses.replace(state, running=state.running & ~waiting).with_memory(target=memory)
-        groups, logits, hidden = score_hidden(program, params, groups, pending.tokens, None, once=True)
+        groups, logits, hidden = score(program, params, groups, pending.tokens, None, once=True)
         logits = tempered(groups, logits)
         logprobs = logprob_at(logits, pending.tokens)
         of_block = scores(logits, logprobs) if "logprobs" in program.features else None

@@ -232,7 +232,7 @@ def propose_and_verify(program: smc.Program, params: smc.PairParams, prompts: An
     """The first cycle up to its weights: state, drafts, increments."""
     state = smc.init(program, params, prompts, requests)
     state, drafts, copies = propose(program, params, state, cycle.draft_distribution(state, None))
-    state, logits = score(program, params, state, drafts.tokens, copies)
+    state, logits, _ = score(program, params, state, drafts.tokens, copies)
     block = smc.KeepAll().judge(cycle.scored_drafts(program, state, logits, drafts, None))
     return state, drafts.tokens, block.increments
 
