@@ -1,6 +1,6 @@
 """The sentences of the word problems: for every move of a story, templates to train on and templates set aside.
 
-The written lines (`sentences_*.py`) hold choices, and every combination of them is a *template*: `<a/b/>` is "a", "b"
+The written lines (`sentences.txt`) hold choices, and every combination of them is a *template*: `<a/b/>` is "a", "b"
 or nothing, `<more>` one of a set of PHRASES that can stand for each other. In a template `[finds|found]` is one verb
 in the two tenses; a story keeps to one. Slots:
 
@@ -21,19 +21,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from pathlib import Path
 from typing import Literal
-
-from smcjax.tasks.sentences_changes import CHANGES
-from smcjax.tasks.sentences_groups import GROUP_CHANGES
-from smcjax.tasks.sentences_openings import OPENINGS
-from smcjax.tasks.sentences_relations import ASIDES, COMPARISONS, ENDINGS
 
 Split = Literal["train", "eval"]
 # Line by line, the templates that it has; a story chooses a line, then a template.
 Lines = tuple[tuple[str, ...], ...]
 SET_ASIDE = 8  # one template in so many
 
-LINES: dict[str, str] = OPENINGS | CHANGES | GROUP_CHANGES | COMPARISONS | ENDINGS | ASIDES
 PHRASES = {
     "first": "In the beginning,/At first,/To begin with,/At the start,",
     "has": "[has|had]/[owns|owned]",
@@ -56,6 +51,20 @@ PHRASES = {
     "money": "the money/{his} money",
     "end": "in the end/at the end/after all this/after all of that",
 }
+
+
+def _written() -> dict[str, list[str]]:
+    """The written lines of each family."""
+    found: dict[str, list[str]] = {}
+    for line in Path(__file__).with_name("sentences.txt").read_text("utf-8").splitlines():
+        if line.startswith("== "):
+            own = found[line.removeprefix("== ")] = []
+        elif line and not line.startswith("#"):
+            own.append(line)
+    return found
+
+
+LINES = _written()
 
 
 def in_tense(template: str, past: bool) -> str:
@@ -92,7 +101,7 @@ def expand(line: str) -> tuple[str, ...]:
 @functools.cache
 def family(name: str) -> Lines:
     """Every template of a family, both those to train on and those set aside."""
-    return tuple(expand(line.strip()) for line in LINES[name].strip().splitlines())
+    return tuple(map(expand, LINES[name]))
 
 
 @functools.cache
