@@ -119,7 +119,7 @@ def paged_attention_triton(
     scale: float | None = None,
     first: int = 0,
     tuning: Tuning | None = None,
-    interpret: bool = False,
+    interpret: Any = None,
 ) -> Float[Array, "R T H D"]:
     """Computes `paged_attention` by the kernels. A plan that is no `CommonPrefix` is left aside."""
     from smcjax.pallas.attention.paged_attention_triton_kernel import attend, merge

@@ -380,7 +380,7 @@ def _supports_triton(*given: Any, **named: Any) -> bool:
     return by_triton.supports(Write(*given, **named))
 
 
-def rotate_and_write_triton(*given: Any, interpret: bool = False, **named: Any) -> Written:
+def rotate_and_write_triton(*given: Any, interpret: Any = None, **named: Any) -> Written:
     """Computes `rotate_and_write` by the Triton kernel; copies beside more columns than it looks at before it."""
     write = Write(*given, **named)
     if write.copies is not None and write.pages.shape[1] > MAX_COLUMNS:

@@ -31,7 +31,7 @@ def supports(write: Any) -> bool:
     )
 
 
-def rotate_and_write_triton(write: Any, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+def rotate_and_write_triton(write: Any, *, interpret: Any = None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `rotate_and_write` of such arguments by the kernel; copies only beside few columns (`MAX_COLUMNS`)."""
     from smcjax.pallas.cache.rotate_and_write_triton_kernel import rotate_and_write
 

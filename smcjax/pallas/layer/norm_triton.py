@@ -36,7 +36,7 @@ def add_rms_norm_triton(
     weight: Float[Array, " E"] | None,
     eps: float,
     *,
-    interpret: bool = False,
+    interpret: Any = None,
 ) -> tuple[Float[Array, "*shape E"], Float[Array, "*shape E"]]:
     """Computes `add_rms_norm` by the kernel."""
     from smcjax.pallas.layer.norm_triton_kernel import add_rms_norm
@@ -62,7 +62,7 @@ def add_rms_norm_triton(
 
 
 def swiglu_triton(
-    gate_up: Float[Array, "*shape FF"], pending: Any, *, interpret: bool = False
+    gate_up: Float[Array, "*shape FF"], pending: Any, *, interpret: Any = None
 ) -> Float[Array, "*shape F"]:
     """Computes `swiglu` by the kernel."""
     from smcjax.pallas.layer.norm_triton_kernel import swiglu

@@ -196,7 +196,7 @@ def product_triton(
     add_to: Float[Array, "*shape O"] | None = None,
     out: Any = None,
     tuning: Tuning | None = None,
-    interpret: bool = False,
+    interpret: Any = None,
 ) -> Float[Array, "*shape O"]:
     """Computes `skinny_gemm` by the kernel, rounding once, `add_to` included."""
     return _product(x, w, None, None, add_to, x.dtype if out is None else out, tuning, interpret)
@@ -209,7 +209,7 @@ def eight_bits_triton(
     add_to: Float[Array, "*shape O"] | None = None,
     out: Any = None,
     tuning: Tuning | None = None,
-    interpret: bool = False,
+    interpret: Any = None,
 ) -> Float[Array, "*shape O"]:
     """Computes `skinny_gemm_eight_bits` by the kernel, rounding once behind the sum, `add_to` included."""
     result = x.dtype if out is None else out
@@ -220,7 +220,7 @@ def eight_bits_triton(
 
 
 def round_triton(
-    x: Float[Array, "*shape I"], kind: Quantization, *, interpret: bool = False
+    x: Float[Array, "*shape I"], kind: Quantization, *, interpret: Any = None
 ) -> tuple[Shaped[Array, "*shape I"], Float[Array, "*shape"]]:
     """Computes `kind.round`, of a kind whose numbers are not whole, in one launch."""
     from smcjax.pallas.layer.skinny_gemm_triton_kernel import rounded
@@ -250,7 +250,7 @@ def _product(
     add_to: jax.Array | None,
     result: Any,
     tuning: Tuning | None,
-    interpret: bool,
+    interpret: Any,
 ) -> jax.Array:
     from smcjax.pallas.layer.skinny_gemm_triton_kernel import skinny_product
 

@@ -32,7 +32,7 @@ def launch(
     warps: int,
     stages: int,
     aliases: dict[int, int] | None = None,
-    interpret: bool = False,
+    interpret: Any = None,
     **static: Any,
 ) -> Any:
     """Runs a Triton kernel over a grid of blocks and returns its results, of the shapes and dtypes `out`.
@@ -49,13 +49,11 @@ def launch(
         warps: warps of 32 threads a block.
         stages: loads in flight that the compiler arranges within a loop.
         aliases: maps the index of an array to that of the result which takes its memory.
-        interpret: whether the kernel runs on a CPU, slowly, with arrays that are not traced; for tests.
+        interpret: a function that computes the same on a CPU, of arrays that are not traced; for tests.
         static: Python numbers and strings that the kernel is compiled for.
     """
-    if interpret:
-        from smcjax.pallas.triton.interpreter import interpreted
-
-        return interpreted(kernel, *arrays, out=out, grid=grid, aliases=aliases or {}, **static)
+    if interpret is not None:
+        return interpret(kernel, *arrays, out=out, grid=grid, aliases=aliases or {}, **static)
     import jax_triton
 
     results = "out_type"

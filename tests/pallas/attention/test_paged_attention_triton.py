@@ -20,6 +20,7 @@ from smcjax.pallas.dispatch import implementations
 from tests.lazily import Patch
 from tests.pallas.attention.test_prefix_shared import Case, case
 from tests.pallas.triton.cubins import MAX_REGISTERS, TARGETS, compiled, lowered
+from tests.pallas.triton.interpreter import interpreted
 
 pytest.importorskip("jax_triton")
 
@@ -44,7 +45,7 @@ def prefix_of(inputs: Case, rows: int, unseen: int = 0) -> CommonPrefix:
 def check(poisoned: Case, clean: Case, tuning: Tuning | None, rows: int = 1, **how: Any) -> np.ndarray:
     """The kernels on pages with NaN in all that no row holds, against the plain version in float32 without."""
     plan = prefix_of(poisoned, rows, poisoned["q"].shape[1]) if rows > 1 else None
-    got = paged_attention_triton(**poisoned, sharing=plan, tuning=tuning, interpret=True, **how)
+    got = paged_attention_triton(**poisoned, sharing=plan, tuning=tuning, interpret=interpreted, **how)
     assert got.dtype == poisoned["q"].dtype
     close(got, want(clean, **how), poisoned)
     return np.asarray(got, np.float32)

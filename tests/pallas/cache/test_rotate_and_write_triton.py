@@ -19,6 +19,7 @@ from smcjax.pallas.cache.rotate_and_write import (
 from smcjax.pallas.dispatch import implementations
 from tests.pallas.cache.test_rotate_and_write import case, copying
 from tests.pallas.triton.cubins import MAX_REGISTERS, TARGETS, compiled, lowered
+from tests.pallas.triton.interpreter import interpreted
 
 pytest.importorskip("jax_triton")
 
@@ -57,7 +58,7 @@ def check(inputs: dict[str, Any], got: Any) -> None:
 def test_against_the_reference(make: Any, shape: dict[str, Any]) -> None:
     """Control: the pages were others before."""
     inputs = make(**shape)
-    got = rotate_and_write_triton(**inputs, interpret=True)
+    got = rotate_and_write_triton(**inputs, interpret=interpreted)
     check(inputs, got)
     assert (np.asarray(got[1]) != np.asarray(inputs["key_pages"])).any()
 

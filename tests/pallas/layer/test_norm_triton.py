@@ -17,6 +17,7 @@ from smcjax.pallas.layer.swiglu import swiglu
 from tests.pallas.layer import test_swiglu as of_swiglu
 from tests.pallas.layer.test_norm import EPS
 from tests.pallas.triton.cubins import TARGETS, compiled, lowered
+from tests.pallas.triton.interpreter import interpreted
 
 pytest.importorskip("jax_triton")
 
@@ -37,12 +38,12 @@ def check_norm(compute: Any, shape: tuple[int, ...], *, weighted: bool = True) -
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1024), (2, 3, 160)], ids=str)
 def test_norm_against_the_reference(shape: tuple[int, ...], weighted: bool) -> None:
-    check_norm(functools.partial(add_rms_norm_triton, interpret=True), shape, weighted=weighted)
+    check_norm(functools.partial(add_rms_norm_triton, interpret=interpreted), shape, weighted=weighted)
 
 
 def test_a_norm_without_its_weight_shows() -> None:
     def without(x: jax.Array, y: jax.Array, weight: jax.Array, eps: float) -> Any:
-        return add_rms_norm_triton(x, y, None, eps, interpret=True)
+        return add_rms_norm_triton(x, y, None, eps, interpret=interpreted)
 
     with pytest.raises(AssertionError):
         check_norm(without, (2, 64))
@@ -51,15 +52,15 @@ def test_a_norm_without_its_weight_shows() -> None:
 @pytest.mark.parametrize(("shape", "width", "hidden"), [((1,), 1024, 2048), ((2, 3), 1500, 160)])
 def test_swiglu_against_float64(shape: tuple[int, ...], width: int, hidden: int) -> None:
     inputs = of_swiglu.operands(shape, width, hidden)
-    of_swiglu.check(swiglu_triton(*inputs, interpret=True), of_swiglu.exact(*inputs))
-    got = swiglu_triton(inputs[0], PendingNorm(inputs[1].x, inputs[1].eps + 1000), interpret=True)
+    of_swiglu.check(swiglu_triton(*inputs, interpret=interpreted), of_swiglu.exact(*inputs))
+    got = swiglu_triton(inputs[0], PendingNorm(inputs[1].x, inputs[1].eps + 1000), interpret=interpreted)
     with pytest.raises(AssertionError):  # negative control
         of_swiglu.check(got, of_swiglu.exact(*inputs))
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     gate_up, pending = of_swiglu.operands((2,), 1024, 1024)
-    got = swiglu_triton(gate_up, PendingNorm(pending.x.at[0, 5].set(jnp.nan), EPS), interpret=True)
+    got = swiglu_triton(gate_up, PendingNorm(pending.x.at[0, 5].set(jnp.nan), EPS), interpret=interpreted)
     assert jnp.isnan(got[0]).all()
     of_swiglu.check(got[1:], of_swiglu.exact(gate_up, pending)[1:])
 

@@ -30,6 +30,7 @@ from smcjax.pallas.triton import launch
 from smcjax.quantization import QUANTIZATIONS
 from tests.pallas.layer.test_skinny_gemm import check, exact, operands
 from tests.pallas.triton.cubins import TARGETS, Cubin, compiled, lowered
+from tests.pallas.triton.interpreter import interpreted
 
 pytest.importorskip("jax_triton")
 
@@ -70,7 +71,7 @@ def magnitude(x: jax.Array, matrix: Quantized) -> np.ndarray:
 def test_every_number_of_rows(rows: int, tuning: Tuning) -> None:
     """40 rows of W and 272 columns are no multiples of a tile."""
     x, w, add_to = operands(rows, 40, 272)
-    got = product_triton(x, w, add_to=add_to, tuning=tuning, interpret=True)
+    got = product_triton(x, w, add_to=add_to, tuning=tuning, interpret=interpreted)
     check(got, exact(x, w, add_to))
 
 
@@ -79,7 +80,7 @@ def test_results_in_float32(dtype: Any) -> None:
     x, w, _ = operands(5, 32, 128)
     x, w = x.astype(dtype), w.astype(dtype)
     for tuning in (WHOLE, Tuning(32, 128, 1, 4, 2), Tuning(16, 16, 8, 4, 2)):
-        check(product_triton(x, w, out=jnp.float32, tuning=tuning, interpret=True), exact(x, w), jnp.float32)
+        check(product_triton(x, w, out=jnp.float32, tuning=tuning, interpret=interpreted), exact(x, w), jnp.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,9 +89,9 @@ def test_results_in_float32(dtype: Any) -> None:
 def test_eight_bits(kind: str, rows: int, tuning: Tuning) -> None:
     x, w, add_to = operands(rows, 40, 272)
     matrix = quantize_matrix(w, QUANTIZATIONS[kind])
-    check(eight_bits_triton(x, matrix, tuning=tuning, interpret=True), exact_eight_bits(x, matrix))
+    check(eight_bits_triton(x, matrix, tuning=tuning, interpret=interpreted), exact_eight_bits(x, matrix))
     add_to = add_to.astype(jnp.float32)
-    got = eight_bits_triton(x, matrix, add_to=add_to, out=jnp.float32, tuning=tuning, interpret=True)
+    got = eight_bits_triton(x, matrix, add_to=add_to, out=jnp.float32, tuning=tuning, interpret=interpreted)
     check(got, exact_eight_bits(x, matrix, add_to), jnp.float32)
 
 
@@ -100,7 +101,7 @@ def test_rows_are_rounded_as_their_kind_says(shape: tuple[int, ...]) -> None:
     kind = QUANTIZATIONS["float8"]
     x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16) * jnp.bfloat16(3)
     x = x.reshape(-1, shape[-1]).at[0].set(0).at[1, 5].set(jnp.nan).reshape(shape)
-    got, want = round_triton(x, kind, interpret=True), kind.round(x)
+    got, want = round_triton(x, kind, interpret=interpreted), kind.round(x)
     for one, other in zip(got, want, strict=True):
         assert one.dtype == other.dtype
     values, others = (np.asarray(pair[0], np.float32).reshape(-1, shape[-1]) for pair in (got, want))
@@ -116,7 +117,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     x, w, _ = operands(19, 48, 144)
     broken, others = x.at[2, 5].set(jnp.nan), np.arange(19) != 2
     for tuning in (WHOLE, SHARED):
-        got = product_triton(broken, w, tuning=tuning, interpret=True)
+        got = product_triton(broken, w, tuning=tuning, interpret=interpreted)
         assert jnp.isnan(got[2]).all()
         check(got[others], exact(x, w)[others])
 
@@ -124,11 +125,11 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 def test_what_is_left_out_shows() -> None:
     """The control of all that stands above."""
     x, w, _ = operands(9, 40, 272)
-    got = product_triton(x, w, tuning=SHARED, interpret=True)
+    got = product_triton(x, w, tuning=SHARED, interpret=interpreted)
     with pytest.raises(AssertionError):
         check(got, exact(x, w.at[39, 271].set(1)))
     matrix = quantize_matrix(w, QUANTIZATIONS["float8"])
-    got = eight_bits_triton(x, matrix, tuning=SHARED, interpret=True)
+    got = eight_bits_triton(x, matrix, tuning=SHARED, interpret=interpreted)
     with pytest.raises(AssertionError):
         check(got, exact(x, w))
 
@@ -137,9 +138,9 @@ def test_leading_axes_stay() -> None:
     x, w, add_to = operands(6, 32, 128)
     matrix = quantize_matrix(w, QUANTIZATIONS["float8"])
     x3, add3 = x.reshape(2, 3, 128), add_to.reshape(2, 3, 32)
-    got = product_triton(x3, w, add_to=add3, tuning=WHOLE, interpret=True)
+    got = product_triton(x3, w, add_to=add3, tuning=WHOLE, interpret=interpreted)
     check(got.reshape(6, 32), exact(x, w, add_to))
-    got = eight_bits_triton(x3, matrix, add_to=add3, tuning=WHOLE, interpret=True)
+    got = eight_bits_triton(x3, matrix, add_to=add3, tuning=WHOLE, interpret=interpreted)
     check(got.reshape(6, 32), exact_eight_bits(x, matrix, add_to))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,12 @@ import pytest
 
 from smcjax.pallas.triton.launch import launch
 from tests.pallas.triton.cubins import TARGETS, compiled, lowered
+from tests.pallas.triton.interpreter import interpreted
 
 pytest.importorskip("jax_triton")
 
 
-def times(w: jax.Array, x: jax.Array, count: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+def times(w: jax.Array, x: jax.Array, count: jax.Array, *, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
     from tests.pallas.triton.scaled_triton_kernel import matrix_times_vector
 
     rows, columns = w.shape
@@ -38,7 +41,7 @@ def test_the_interpreter_computes_the_kernel(dtype: jnp.dtype) -> None:
     rng = np.random.default_rng(0)
     w, x = jnp.asarray(rng.normal(size=(32, 64)), dtype), jnp.asarray(rng.normal(size=64), dtype)
     count = jnp.arange(2, dtype=jnp.int32)
-    y, counted = times(w, x, count, interpret=True)
+    y, counted = times(w, x, count, interpret=interpreted)
     np.testing.assert_allclose(y, 3 * (np.float32(w) @ np.float32(x)), rtol=1e-5, atol=1e-4)
     assert counted.tolist() == [1, 2]
     assert count.tolist() == [0, 1]  # an alias takes memory of a copy
