@@ -1,4 +1,7 @@
-"""Potentials: law 2 for p^α·∏ φ by exact enumeration, in float64, and what the running step makes of them."""
+"""Potentials: law 2 for p^α·∏ φ by exact enumeration, in float64, and what the running step makes of them.
+
+Of answers of a form it is law 25: E[Ẑ·Σ W_i·1{x_i = x}] = p(x)^α·∏ φ(x) for x that match, and 0 for all others.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from tests import exact
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, published, start, step, tiny_pair
 from tests.smc import reference
 from tests.smc.enumeration import Enumeration, Tokens, Toy
+from tests.smc.test_constraints import LONG, RARE, TWO, Constrained, FormToy, mistaken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,20 @@ CASES: dict[str, tuple[Toy, dict[str, Any]]] = {
         STOP,
         {"n_particles": 2, "gamma": 2, "potentials": (Alternating(), smc.TokenPotential(((0, -0.6),)))},
     ),
+    "form": (LONG, {"n_particles": 2, "gamma": 2, "ess_threshold": 0.95, "potentials": (Alternating(),)}),
+    "form, power, no bonus": (
+        TWO,
+        {"n_particles": 2, "gamma": 2, "power": 1.5, "bonus": False, "potentials": (Alternating(-0.5),)},
+    ),
+    "form, control": (RARE, {"n_particles": 2, "gamma": 2, "control": 0.3, "potentials": (Alternating(),)}),
+    "form, early end": (LONG, {"n_particles": 2, "gamma": 1, "early_end": True, "potentials": (Alternating(),)}),
+    "form, deadly": (LONG, {"n_particles": 2, "gamma": 1, "ess_threshold": 1.0, "potentials": (KILLER,)}),
 }
+
+
+def enumerated(toy: Toy, config: dict[str, Any]) -> Enumeration:
+    """SMC on a toy, under its form where it has one."""
+    return (Constrained if isinstance(toy, FormToy) else Enumeration)(toy, published(**config)).run()
 
 
 def factor(potentials: tuple[Any, ...], answer: Tokens) -> float:
@@ -76,23 +93,39 @@ def deviation(done: Enumeration) -> float:
 def test_unbiased(case: str) -> None:
     """To 1e-12, whatever beginnings of answers are worth."""
     toy, config = CASES[case]
-    done = Enumeration(toy, published(**config)).run()
-    assert deviation(done) < 1e-12
+    assert deviation(enumerated(toy, config)) < 1e-12
     assert max(abs(factor(config["potentials"], x) - 1) for x in toy.outcomes(1.0)) > 0.1, "it steers at all"
 
 
-def test_control_values_that_are_not_taken_back_break_the_law(patch_programs: Any) -> None:
-    """Negative control: weights that gain a beginning's value and keep it."""
-    jax.clear_caches()
-    right = cycle.steer
+def forgets(state: Any, *rest: Any) -> Any:
+    """Planted: weights gain a beginning's value and keep it."""
+    return _steer(dataclasses.replace(state, log_potential=jnp.zeros_like(state.log_potential)), *rest)
 
-    def forgetful(state: Any, *rest: Any) -> Any:
-        return right(dataclasses.replace(state, log_potential=jnp.zeros_like(state.log_potential)), *rest)
 
-    patch_programs(cycle, "steer", forgetful)
-    toy, config = CASES["two"]
-    assert deviation(Enumeration(toy, published(**config)).run()) > 1e-3
+def drops_the_end(state: Any, potentials: Any, live: Any, *rest: Any) -> Any:
+    """Planted: a row that ends keeps what its beginning was worth, and has nothing of the whole answer."""
+    return _steer(state, potentials, live & ~state.sequences.finished, *rest)
+
+
+_steer = cycle.steer
+
+
+@pytest.mark.parametrize("mistake", [forgets, drops_the_end], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("case", ["two", "form"])
+def test_control_a_weight_that_is_not_the_whole_answers_breaks_the_law(
+    case: str, mistake: Any, patch_programs: Any
+) -> None:
+    """Negative control, with and without a form."""
     jax.clear_caches()
+    patch_programs(cycle, "steer", mistake)
+    assert deviation(enumerated(*CASES[case])) > 1e-3
+    jax.clear_caches()
+
+
+def test_control_the_mass_of_a_form_left_out_beside_a_potential_is_seen() -> None:
+    """Negative control: p renormalised over the tokens that the form allows."""
+    with mistaken("mass left out"):
+        assert deviation(enumerated(*CASES["form"])) > 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
