@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive
+from smcjax import LLM, SMC, Autoregressive, TextPotential, smc
 from smcjax.engine.engine import Engine
 from smcjax.server import models as virtual
 from smcjax.server.models import Models
@@ -87,6 +87,20 @@ def models(pair_on_disk: Pair) -> Models:
 @pytest.fixture(scope="session")
 def server(models: Models) -> Iterator[Running]:
     with running(models) as server:
+        yield server
+
+
+def vowels(prompt: str, texts: list[str]) -> list[float]:
+    return [sum(letter in "aeiou" for letter in text) ** 2 for text in texts]
+
+
+NAMED: dict[str, Any] = {"vowels": TextPotential(vowels, ask=3), "b": smc.TokenPotential(((98, 1.0),))}
+
+
+@pytest.fixture(scope="session")
+def steering(models: Models) -> Iterator[Running]:
+    """The same models on a server that has potentials."""
+    with running(models, potentials=NAMED) as server:
         yield server
 
 

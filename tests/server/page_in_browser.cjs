@@ -43,7 +43,9 @@ async function main() {
     seen.heaviest = await heaviest(page);
     seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
 
-    seen.work = await work(await browser.newPage({ viewport: { width: 1280, height: 900 } }), watched);
+    const wide = () => browser.newPage({ viewport: { width: 1280, height: 900 } });
+    seen.steered = await steered(await wide(), watched);
+    seen.work = await work(await wide(), watched);
 
     seen.errors = [...errors];
     seen.outside = [...outside];
@@ -93,7 +95,7 @@ const drawn = (page) =>
 async function tabbed(page) {
   const found = [];
   await page.focus("#prompt");
-  for (let i = 0; i < 9; i++) {
+  for (let i = 0; i < 10; i++) {
     await page.keyboard.press("Tab");
     found.push(await page.evaluate(() => document.activeElement.id));
   }
@@ -202,6 +204,52 @@ async function controlled(page) {
   await page.fill("#control", "");
   page.off("request", note);
   return { said, disabled, chosen };
+}
+
+/**
+ * An answer that a potential steers, in a window that its run fits: what was asked, the values that were sent, and the
+ * rows of pixels with marks, from the place of the highest value down. Then the rows on a page that draws no marks.
+ */
+async function steered(page, watched) {
+  await watched(page);
+  await page.waitForSelector("#potentials option", { state: "attached" });
+  await page.click("#more summary");
+  const offered = await page.locator("#potentials option").allTextContents();
+  await page.selectOption("#potentials", "vowels");
+  const asking = page.waitForRequest((request) => request.method() === "POST");
+  await ask(page, "ab", 24);
+  const said = (await asking).postDataJSON().smc;
+  await done(page);
+  await drawn(page);
+  const values = await page.evaluate(async (id) => {
+    const { eventsOf } = await import("/page/api.js");
+    const found = [];
+    for await (const event of eventsOf(id, {})) found.push(...(event.log_potentials ?? []));
+    return found;
+  }, await page.inputValue("#request"));
+  const rows = await page.evaluate(marks);
+  await page.evaluate(() => {
+    const { fillRect } = CanvasRenderingContext2D.prototype;
+    CanvasRenderingContext2D.prototype.fillRect = function (x, y, width, height) {
+      if (height !== 2) fillRect.call(this, x, y, width, height);
+    };
+    document.querySelector("#scrub").dispatchEvent(new Event("input"));
+  });
+  await drawn(page);
+  return { offered, said, values, rows, undrawn: await page.evaluate(marks) };
+}
+
+/** The middles of the rows of pixels that have ink in the lowest strip, below the place of the strip's highest value. */
+function marks() {
+  const [canvas, highest] = [document.querySelector("#tree"), 46];
+  const { data } = canvas.getContext("2d").getImageData(0, canvas.height - 50, canvas.width, 40);
+  const inked = (row) => {
+    for (let i = 4 * canvas.width * row; i < 4 * canvas.width * (row + 1); i += 4) {
+      if (data[i + 3] > 200 && data[i] + data[i + 1] + data[i + 2] < 150) return true;
+    }
+    return false;
+  };
+  return [...Array(40).keys()].filter(inked).map((row) => row + 0.5 - (50 - highest));
 }
 
 /** The first example of a server whose pair bears the bundled pair's name, clicked. */

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import serve_page
 
@@ -98,10 +97,12 @@ def look(command: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def seen(server: Running, http: httpx.Client, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def seen(steering: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Runs the driver on a trace and on live answers, and returns its report."""
     files = tmp_path_factory.mktemp("runs")
-    trace = http.post("/v1/completions", json={"prompt": "ab", "seed": SEED, "max_tokens": 40, "smc": {"trace": True}})
+    ask = {"prompt": "ab", "seed": SEED, "max_tokens": 40, "smc": {"trace": True}}
+    with steering.http() as http:
+        trace = http.post("/v1/completions", json=ask)
     assert trace.json()["smc"]["cycles"] > 8, "another seed is needed, whose answer takes more cycles"
     (files / "trace.json").write_text(json.dumps(trace.json()["smc"]["trace"]))
     event = {"cycle": 0, "token_ids": [[1], [2]], "texts": [TAG, "b"], "lengths": [1, 1], "ancestors": [0, 1],
@@ -109,8 +110,8 @@ def seen(server: Running, http: httpx.Client, tmp_path_factory: pytest.TempPathF
     end = {"end": {"selected": 0, "log_evidence": None, "weights": [0.75, 0.25]}}
     (files / "run.jsonl").write_text(f"{json.dumps(event)}\n{json.dumps(end)}\n")
     browser = next(filter(None, map(shutil.which, serve_page.BROWSERS)))
-    command = ["node", str(DRIVER), server.url, browser, str(files / "run.jsonl"), str(files / "trace.json")]
-    return {**look(command), "expected": trace.json(), "idle": idle(server.llm(), 60)}
+    command = ["node", str(DRIVER), steering.url, browser, str(files / "run.jsonl"), str(files / "trace.json")]
+    return {**look(command), "expected": trace.json(), "idle": idle(steering.llm(), 60)}
 
 
 def test_it_draws_while_the_answer_comes(seen: dict[str, Any]) -> None:
@@ -146,10 +147,10 @@ def test_the_answer_stands_first_and_says_how_it_was_chosen(seen: dict[str, Any]
     assert seen["controlled"]["chosen"] == ""
 
 
-def test_the_picture_of_the_docs_can_be_made(server: Running, tmp_path: Path) -> None:
+def test_the_picture_of_the_docs_can_be_made(steering: Running, tmp_path: Path) -> None:
     """As large as the one that is kept, of an answer as long as this pair gives."""
     made = tmp_path / "made.png"
-    serve_page.photograph(server.url, made, prompt="ab", seed=SEED, max_tokens=40)
+    serve_page.photograph(steering.url, made, prompt="ab", seed=SEED, max_tokens=40)
     head = slice(24)  # signature, name and size
     assert made.read_bytes()[head] == serve_page.PICTURE.read_bytes()[head]
     assert made.stat().st_size > 30_000
@@ -173,6 +174,24 @@ def test_a_control_is_sent_where_there_are_weights(seen: dict[str, Any]) -> None
     told = seen["controlled"]
     assert told["said"] == [{"events": True}, {"events": True, "control": 0.5}, {"events": True}]
     assert told["disabled"]
+
+
+def test_values_of_potentials_are_drawn(seen: dict[str, Any]) -> None:
+    """A mark for each value, between the highest and the lowest; marks upside down, or none, would be seen."""
+    told = seen["steered"]
+    assert told["offered"] == ["b", "vowels"]
+    assert told["said"] == {"events": True, "potentials": ["vowels"]}
+    values, rows = set(told["values"]), told["rows"]
+    high, low = max(values), min(values)
+    places = [32 * (high - value) / (high - low) for value in values]  # pixels below the highest
+
+    def drawn(places: list[float]) -> bool:
+        alone = [row for row in rows if min(abs(row - place) for place in places) > 2]
+        return not alone and all(min(abs(row - place) for row in rows) < 1 for place in places)
+
+    assert drawn(places)
+    assert not drawn([32 - place for place in places])
+    assert told["undrawn"] == []
 
 
 def test_the_bundled_pair_has_examples(seen: dict[str, Any]) -> None:
@@ -240,7 +259,7 @@ def test_a_frame_costs_the_same_however_long_the_run_is(seen: dict[str, Any]) ->
 
 def test_keys_reach_everything_in_order(seen: dict[str, Any]) -> None:
     assert seen["focused"] == "prompt"
-    fields = ["max_tokens", "temperature", "seed", "control", "key"]
+    fields = ["max_tokens", "temperature", "seed", "control", "potentials", "key"]
     assert seen["order"] == ["send", "model", "", *fields, "scroller"]  # the nameless one folds the fields away
 
 

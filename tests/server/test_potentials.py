@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from smcjax import SamplingParams, TextPotential, smc
+from smcjax import SamplingParams
 from smcjax.cli.commands.serve import potentials_of
-from smcjax.server.models import Models
-from tests.server.conftest import EXACT_NAME, Running, events_of, running
+from tests.server.conftest import EXACT_NAME, NAMED, Running, events_of
 
 ASK: dict[str, Any] = {"prompt": "ab", "seed": 3, "max_tokens": 24, "ignore_eos": True}
-
-
-def vowels(prompt: str, texts: list[str]) -> list[float]:
-    return [sum(letter in "aeiou" for letter in text) for text in texts]
-
-
-NAMED: dict[str, Any] = {"vowels": TextPotential(vowels, ask=3), "b": smc.TokenPotential(((98, 1.0),))}
-
-
-@pytest.fixture(scope="module")
-def steering(models: Models) -> Iterator[Running]:
-    with running(models, potentials=NAMED) as server:
-        yield server
 
 
 def test_a_request_names_them(steering: Running) -> None:
