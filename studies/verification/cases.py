@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from smcjax.pallas import active_implementation
 from studies.verification import acceptance
 from studies.verification import verify_pack as vp
 from studies.verification.slow_kernels import naive_scan, pack_after_a_wait, pack_by_rows
-from studies.verification.synthetic import rotations, synthetic
+from studies.verification.synthetic import SEED, like_cycles, rotations, synthetic
 
 MAX_SINGLE_LAUNCH = 40_000  # ids; beyond, one launch is compiled for nothing
 STRESS: dict[str, Any] = {"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}
@@ -27,7 +29,10 @@ Call = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One point of the grid and what is measured there; `dim` 0 has ids only."""
+    """One point of the grid and what is measured there; `dim` 0 has ids only.
+
+    With `cycles`, counted by the number of drafts that they keep, rows accept like these, and α is their mean.
+    """
 
     rows: int
     gamma: int
@@ -35,6 +40,7 @@ class Case:
     dim: int = 0
     methods: tuple[str, ...] = ()
     in_program: bool = False
+    cycles: tuple[int, ...] = ()
 
     @property
     def point(self) -> dict[str, Any]:
@@ -93,6 +99,7 @@ def grid(quick: bool) -> list[Case]:
     for rows, gamma, dim, alpha in itertools.product((1, 4, 16, 32), (8, 64, 128), (128, 2048), alphas):
         one = ("verify: one block",) if (rows, gamma) == (4, 8) else ()
         cases.append(Case(rows, gamma, alpha, dim, steps + one))
+    cases += counted_cases()
     merged: dict[tuple[Any, ...], Case] = {}
     for case in cases:
         at = tuple(case.point.values())
@@ -107,6 +114,15 @@ def grid(quick: bool) -> list[Case]:
             )
         )
     return [fitted(case) for case in merged.values()]
+
+
+def counted_cases() -> list[Case]:
+    """Returns the cases of the bundled pair's acceptance, at the batch and widths that the study's tables have."""
+    cycles = tuple(json.loads(Path(__file__).with_name("counted_cpu.json").read_text())["cycles"])
+    gamma = len(cycles) - 1
+    alpha = sum(kept * count for kept, count in enumerate(cycles)) / (gamma * sum(cycles))
+    point = functools.partial(Case, 32, gamma, alpha, cycles=cycles)
+    return [point(methods=SCANS), *(point(dim, PACKS + VERIFIES) for dim in (128, 2048))]
 
 
 def fitted(case: Case) -> Case:
@@ -144,7 +160,7 @@ class Batches:
 
     def __init__(self, pool: jax.Array, case: Case) -> None:
         count = rotations(case.rows, case.gamma, case.dim)
-        ids = _ids(case.rows, case.gamma, case.alpha, count)
+        ids = _ids(case.rows, case.gamma, case.alpha, case.cycles, count)
         self.lengths = [lengths for _, _, lengths, _ in ids]
         self.accepted = statistics.fmean(int(lengths.sum()) for lengths in self.lengths)
         scan: list[tuple[jax.Array, ...]] = [(draft, target) for draft, target, _, _ in ids]
@@ -160,9 +176,13 @@ class Batches:
 
 
 @functools.cache
-def _ids(rows: int, gamma: int, alpha: float, count: int) -> list[tuple[Any, ...]]:
+def _ids(rows: int, gamma: int, alpha: float, cycles: tuple[int, ...], count: int) -> list[tuple[Any, ...]]:
     """Draft and target on the device; lengths on the host and on the device."""
-    made = [synthetic(rows, gamma, alpha, seed=7 + i) for i in range(count)]
+    seeds = range(SEED, SEED + count)
+    if cycles:
+        made = [like_cycles(rows, cycles, seed=seed) for seed in seeds]
+    else:
+        made = [synthetic(rows, gamma, alpha, seed=seed) for seed in seeds]
     return [(*jax.device_put((one.draft, one.target)), one.lengths, jax.device_put(one.lengths)) for one in made]
 
 

@@ -2,11 +2,13 @@
 
     k_i ~ Binomial(γ, α);  target_ij = draft_ij for j < k_i;  target_i,k_i ≠ draft_i,k_i;  all else uniform
 
-so that behind the forced disagreement tokens may agree again by chance, which no scan may count.
+so that behind the forced disagreement tokens may agree again by chance, which no scan may count. Or k_i is drawn from
+the cycles of a real pair (`counted.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +30,13 @@ def synthetic(rows: int, gamma: int, alpha: float, *, seed: int = SEED, vocabula
     """A batch whose rows accept Binomial(γ, α) tokens each. Needs a vocabulary of at least two."""
     rng = np.random.default_rng(seed)
     return with_lengths(rng.binomial(gamma, alpha, rows), gamma, seed=rng, vocabulary=vocabulary)
+
+
+def like_cycles(rows: int, cycles: Sequence[int], *, seed: int = SEED, vocabulary: int = VOCABULARY) -> Synthetic:
+    """A batch whose rows accept k of γ tokens in the share `cycles[k]` of counted cycles, k = 0 … γ."""
+    rng = np.random.default_rng(seed)
+    shares = np.asarray(cycles) / np.sum(cycles)
+    return with_lengths(rng.choice(shares.size, rows, p=shares), shares.size - 1, seed=rng, vocabulary=vocabulary)
 
 
 def with_lengths(

@@ -28,8 +28,9 @@ from studies.verification.acceptance import (
     op_by_op,
     scan_rows_mosaic,
 )
+from studies.verification.counted import cycles_by_length
 from studies.verification.slow_kernels import naive_scan, pack_by_rows
-from studies.verification.synthetic import floor_bytes, synthetic, with_lengths
+from studies.verification.synthetic import floor_bytes, like_cycles, synthetic, with_lengths
 
 INTERPRET = plgpu.InterpretGPUParams()
 
@@ -355,6 +356,22 @@ def test_the_generator_is_that_of_the_study() -> None:
     np.testing.assert_allclose(ids.lengths.var(), 8 * 0.6 * 0.4, rtol=0.12)
     np.testing.assert_array_equal(synthetic(5, 8, 0.6).draft, synthetic(5, 8, 0.6, seed=7).draft)
     assert (synthetic(5, 8, 0.6, seed=8).draft != synthetic(5, 8, 0.6).draft).any()
+
+
+def test_rows_accept_like_counted_cycles() -> None:
+    cycles = (10, 0, 30, 60)  # of 100 that keep 0, 1, 2, 3 drafts
+    batch = like_cycles(20_000, cycles, seed=3)
+    assert batch.draft.shape == (20_000, 3)
+    shares = np.bincount(batch.lengths, minlength=4) / 20_000
+    np.testing.assert_allclose(shares, np.asarray(cycles) / 100, atol=0.015)  # four standard deviations
+    binomial = np.bincount(synthetic(20_000, 3, 0.8, seed=3).lengths, minlength=4) / 20_000  # the same mean
+    assert np.abs(shares - binomial).max() > 0.05  # negative control
+    first = batch.draft[:, :1] == batch.target[:, :1]
+    np.testing.assert_array_equal(first[:, 0], batch.lengths > 0)
+
+
+def test_cycles_are_counted_by_what_they_keep() -> None:
+    assert cycles_by_length(10, (9, 9, 4)) == [1, 0, 5, 4]
 
 
 def test_floor_of_the_stress_point() -> None:
