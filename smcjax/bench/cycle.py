@@ -152,7 +152,7 @@ class Rates:
 
 def measure_bandwidth() -> float:
     """Bytes per second of a large copy, read plus written: the stand-in where no datasheet figure is known."""
-    x = jax.random.normal(key_of(0), (1 << 26,), jnp.float32)
+    x = jax.random.normal(key_of(0), (1 << (24 if on_cpu() else 26),), jnp.float32)
     add = jax.jit(lambda x: x + 1.0)
     return 2 * x.nbytes / _median_seconds(lambda: add(x))
 
@@ -166,7 +166,7 @@ def measure_read_bandwidth(rows: int = 1 << 16, sums: int = 8) -> float:
 
 def measure_flop_rate(dtype: str) -> float:
     """FLOP per second of large matrix products on random data, one enqueued behind the other."""
-    n, products = 8192 if jax.default_backend() == "gpu" else 1024, 8
+    n, products = 512 if on_cpu() else 8192, 8
     x = jax.random.normal(key_of(0), (n, n), dtype)
     multiply = jax.jit(lambda x: x @ x)
     return products * 2 * n**3 / _median_seconds(lambda: [multiply(x) for _ in range(products)])

@@ -90,6 +90,9 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     keys = np.asarray(state.memory.target.keys[0])
     assert np.isfinite(keys).all()
     assert keys.std() == pytest.approx(1.0, abs=0.05)
+    after = own_pages(state, 12)  # pages behind those that rows have
+    np.testing.assert_array_equal(after.sequences.block_table, table)
+    assert int(after.memory.pool.num_free) == case.num_pages - 1 - 2 - 12, "own pages of nothing change nothing"
 
     bench.runner.discard()
     result = bench.measure(cycle.Rates(1e10, 1e12))
@@ -114,20 +117,6 @@ def test_a_sparse_target_runs_and_counts_what_it_must_read() -> None:
 def _float32_phases(decoding: SMC) -> list[Any]:
     models = Models("tiny-target", "tiny-draft")
     return cycle.cycle_phases(models.target_config, models.draft_config, decoding.speculation, groups=2, context=10)
-
-
-@pytest.mark.slow
-def test_own_pages_of_nothing_changes_nothing() -> None:
-    case = small_case(SMC(3, 2, control=0), synthetic_kv=True)
-    models = Models("tiny-target", "tiny-draft")
-    bench = Bench(models, case, models.target_params("auto"), models.draft_params("auto"))
-    bench.compile()
-    bench.start()
-    state = bench.runner.state
-    table = np.asarray(state.sequences.block_table)
-    after = own_pages(state, 12)
-    np.testing.assert_array_equal(after.sequences.block_table, table)
-    assert int(after.memory.pool.num_free) == case.num_pages - 1 - 2
 
 
 def test_pages_are_those_that_the_cases_can_need() -> None:

@@ -125,20 +125,17 @@ def test_cases_share_one_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("target_params", "draft_params"):
         make = getattr(Models, name)
         monkeypatch.setattr(Models, name, lambda self, how, name=name, make=make: made.append(name) or make(self, how))
-    cases = standard_cases(
-        n_particles=2, gamma=2, contexts=[8, 16], requests=[2], requests_context=8, page_size=4, windows=1, cycles=2
-    )
+    cases = standard_cases(n_particles=2, gamma=2, contexts=[8, 16], requests=[], page_size=4, windows=1, cycles=2)
     keep = [case for case in cases if case.advance == 3 and case.rows == 2 and not case.private]
     keep = [dataclasses.replace(case, max_model_len=48) for case in [*keep, cases[-1]]]
     lines: list[str] = []
     results = run_cases(Models("tiny-target", "tiny-draft"), keep, bandwidth=1e10, on_result=lines.append)
     assert made == ["target_params", "draft_params"]
-    assert [each.context for each in results] == [8, 16, 8, 8]
-    assert [each.groups for each in results] == [1, 1, 2, 1]
+    assert [each.context for each in results] == [8, 16, 8]
     assert results[-1].decoding == "autoregressive"
-    assert len(lines) == 4
+    assert len(lines) == 3
     assert lines[1].startswith("SMC, N=2, K=2, 1 request, context 16: ")
-    assert markdown(results).count("\n") == 5
+    assert markdown(results).count("\n") == 4
 
 
 def test_a_case_names_its_decoding() -> None:
