@@ -1,6 +1,7 @@
 """x · Wᵀ of few rows, one launch that streams W once: Mosaic GPU (Hopper); Triton's kernels: `skinny_gemm_triton.py`.
 
     y = x · Wᵀ                                  + add_to, where that is given
+    y = x · Wᵀ · of_x · of_w                    + add_to, of float8 numbers with a scale a row of x and one a row of W
     h = silu(x · gateᵀ / rms(x)) · (x · upᵀ / rms(x))          W = [gate; up], a norm that is pending
 
 Such a product takes as long as W's bytes do, so a launch should ask for them from its first moment to its last and
@@ -9,7 +10,7 @@ their columns once:
 
     loader      sends for a tile of W and the same columns of x, step by step, through a ring in shared memory
     consumer    multiplies them on the tensor cores, 64 rows of W on the long side and tokens on the short one,
-                y[:, n:n + 64]ᵀ += W[n:n + 64, k:k + 64] · x[:, k:k + 64]ᵀ, and finishes
+                y[:, n:n + 64]ᵀ += W[n:n + 64, k:k + d] · x[:, k:k + d]ᵀ, d columns of 128 bytes, and finishes
 
 Rows of x that are not there are read as zeros by the copy engine. Rows of W that are not a block's own fill up its last
 64; what comes of them is not stored. Mean squares of x are the diagonal of x · xᵀ, which is made on the way.
@@ -17,6 +18,9 @@ Rows of x that are not there are read as zeros by the copy engine. Rows of W tha
 Each block reads x, out of the L2: of many columns and few rows a block, a third of all that is read. Two blocks that
 divide the columns and add up each other's sums, a cluster, were no faster (dev/LOG.md). The order of a sum depends on
 shapes alone.
+
+Tensor cores keep some 14 bits of a sum of float8 products. So each 128 of them make a sum of their own, which is added
+to those before in float32.
 """
 
 from __future__ import annotations
@@ -28,18 +32,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from smcjax.matmul import Dense, Quantized
 from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton, runs_triton_beside_mosaic
 from smcjax.pallas.layer import skinny_gemm_triton as triton
 from smcjax.pallas.layer.norm import PendingNorm
 from smcjax.pallas.layer.skinny_gemm_tuning import (
-    DEPTH,
     EIGHT,
     ROWS,
     Tuning,
     default_tuning,
+    depth,
     objection,
     padded,
     tiles_of,
@@ -48,9 +52,11 @@ from smcjax.pallas.layer.swiglu import swiglu_reference
 from smcjax.pallas.mosaic import l2_policy, threads
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.threads import WARPGROUP, Threads, Word
-from smcjax.pallas.mosaic.wgmma import Ref, swizzled
+from smcjax.pallas.mosaic.wgmma import Ref, product_of, swizzled, swizzled_int8
+from smcjax.quantization import FLOAT8, Quantization
 
 MAX_ROWS = 32  # of x: of 72 every block reads too much of it (dev/LOG.md)
+MAX_FLOAT8_ROWS = 80  # of x, whose numbers take half as much
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -84,6 +90,13 @@ def eight_bits_reference(
     return matrix(x, add_to=add_to, out=out)
 
 
+def rounded_reference(
+    x: Float[Array, "*shape I"], kind: Quantization
+) -> tuple[Shaped[Array, "*shape I"], Float[Array, "*shape"]]:
+    """Rounds each row as `Quantization.round` does: numbers and scales."""
+    return kind.round(x)
+
+
 # ------------------------------------------------------------------------------------------------------------- kernel
 
 
@@ -97,6 +110,7 @@ class _Sizes:
     parts: int
     eps: float
     adds: bool
+    scales: bool  # numbers are float8, with a scale a row of x and one a row of W
     tuning: Tuning
 
     @property
@@ -115,9 +129,14 @@ class _Sizes:
         return tiles_of(self.tuning.rows)
 
     @property
+    def depth(self) -> int:
+        """Columns of one product."""
+        return depth(1 if self.scales else 2)
+
+    @property
     def subtiles(self) -> int:
         """Products along a step's columns."""
-        return self.tuning.tile_k // DEPTH
+        return self.tuning.tile_k // self.depth
 
     @property
     def sum_rows(self) -> int:
@@ -131,13 +150,15 @@ class _Sizes:
 
 
 def _quads(t: Threads, sizes: _Sizes) -> Any:
-    """(number, row of W, first token, whether it is one) of each of a thread's fours."""
+    """(number, row of W, first token, whether it is one) of each of a thread's fours.
+
+    Neighbouring threads have neighbouring rows of W, whose results lie side by side.
+    """
     for begin in range(0, sizes.quads, WARPGROUP):
         number = t.index + begin
         is_one = number < sizes.quads
         number = t.minimum(number, sizes.quads - 1)
-        per_row = sizes.tokens // 4
-        yield number, number // per_row, number % per_row * 4, is_one
+        yield number, number % sizes.tuning.rows, number // sizes.tuning.rows * 4, is_one
 
 
 def _keep_added(t: Threads, add_to: Ref, added: Ref, first: Word, *, sizes: _Sizes) -> None:
@@ -149,7 +170,7 @@ def _keep_added(t: Threads, add_to: Ref, added: Ref, first: Word, *, sizes: _Siz
 
 def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
     """Makes results of sums and stores them."""
-    *added, first = refs
+    *others, first = refs
     tokens, height = sizes.tokens, sizes.tuning.rows
     # The warpgroup has written its accumulators to `sums`; a thread reads those of other threads from here on.
     t.synchronize()
@@ -159,6 +180,10 @@ def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
         begin = t.minimum(tile * ROWS, max(0, height - ROWS))
         place = (tile * ROWS + row - begin) * tokens + token
         y = t.load4(sums, place)
+        if sizes.scales:
+            of_x, of_w = others[:2]
+            scale = t.load(of_w, first + row)
+            y = [value * scale * t.load(of_x, t.minimum(token + i, sizes.rows - 1)) for i, value in enumerate(y)]
         if sizes.parts == 2:
             # SwiGLU: gate's tiles, then up's, then x · xᵀ, whose diagonal holds the sums of squares of each token.
             part = len(sizes.tiles) * ROWS * tokens
@@ -167,8 +192,8 @@ def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
             scales = [t.inverse_root(square * (1.0 / sizes.columns) + sizes.eps) for square in squares]
             pairs = ((gate * scale, up * scale) for gate, up, scale in zip(y, of_up, scales, strict=True))
             y = [threads.silu(t, gate) * up for gate, up in pairs]
-        if added:
-            y = [a + b for a, b in zip(y, t.load4(added[0], number * 4), strict=True)]
+        if sizes.adds:
+            y = [a + b for a, b in zip(y, t.load4(others[-1], number * 4), strict=True)]
         # out [rows, outputs], one number a store: four neighbouring tokens lie `outputs` numbers apart.
         for i, value in enumerate(y):
             is_there = t.where(is_one, token + i, t.constant(sizes.rows)) < sizes.rows
@@ -186,7 +211,8 @@ class _Body:
 
     def __call__(self, *refs: Ref, **scratch: Ref) -> None:
         self.x, self.w, *others, self.out = refs
-        self.add_to = others[0] if self.sizes.adds else None
+        self.scales = others[:2] if self.sizes.scales else []
+        self.add_to = others[-1] if self.sizes.adds else None
         self.s = scratch
         self.block = lax.axis_index("block")
         warpgroup = lax.axis_index("warpgroup")
@@ -201,7 +227,7 @@ class _Body:
         return pl.multiple_of(lax.min(first, self.sizes.outputs - tuning.rows), EIGHT)
 
     def _x_rows(self, slot: jax.Array, subtile: int, count: int) -> Any:
-        """Rows of x's ring that have 64 columns of a step."""
+        """Rows of x's ring that have the columns of one product of a step."""
         return pl.ds(pl.multiple_of((slot * self.sizes.subtiles + subtile) * self.sizes.tokens, EIGHT), count)
 
     # The loader's warpgroup.
@@ -225,11 +251,12 @@ class _Body:
                 begin = slot * (sizes.parts * height) + part * height
                 target = self.s["w_smem"].at[pl.ds(pl.multiple_of(begin, EIGHT), height)]
                 l2_policy.load_to_leave(source, target, full, interpret=self.interpret)
-            # x [rows, columns]: all its rows, 64 columns a copy, the width that swizzled tiles have. Every copy of the
+            # x [rows, columns]: all its rows, 128 bytes a copy, the width that swizzled tiles have. Every copy of the
             # step arrives at the same barrier, which lets the consumer pass when all have.
             for subtile in range(sizes.subtiles):
                 # A beginning that is not known to be 0: rows behind the last one, which are zeros then, are asked for.
-                source = self.x.at[pl.ds(slot * 0, sizes.tokens), pl.ds(column + subtile * DEPTH, DEPTH)]
+                columns = pl.ds(column + subtile * sizes.depth, sizes.depth)
+                source = self.x.at[pl.ds(slot * 0, sizes.tokens), columns]
                 plgpu.copy_gmem_to_smem(source, x_smem.at[self._x_rows(slot, subtile, sizes.tokens)], full)
 
         lax.fori_loop(0, sizes.steps * tuning.passes, fetch, None)
@@ -246,15 +273,18 @@ class _Body:
         if sizes.adds:
             keep = functools.partial(_keep_added, sizes=sizes)
             threads.run(keep, self.add_to, self.s["added"], first, interpret=self.interpret)
-        shapes = [plgpu.ACC((ROWS, sizes.tokens), jnp.float32)] * (sizes.sum_rows // ROWS)
         # Accumulators live in registers, [64, tokens] each; threads that finish need other threads' numbers, so they
         # go through shared memory.
-        sums = pl.run_scoped(functools.partial(self._accumulate, turn), *shapes)
+        if sizes.scales:
+            sums = self._add_up(turn)
+        else:
+            shapes = [plgpu.ACC((ROWS, sizes.tokens), jnp.float32)] * (sizes.sum_rows // ROWS)
+            sums = pl.run_scoped(functools.partial(self._accumulate, turn), *shapes)
         for number, tile in enumerate(sums):
             self.s["sums"][pl.ds(number * ROWS, ROWS)] = tile
-        added = [self.s["added"]] if sizes.adds else []
+        others = [*self.scales, *([self.s["added"]] if sizes.adds else [])]
         finish = functools.partial(_finish, sizes=sizes)
-        threads.run(finish, self.out, self.s["sums"], *added, first, interpret=self.interpret)
+        threads.run(finish, self.out, self.s["sums"], *others, first, interpret=self.interpret)
 
     def _accumulate(self, turn: jax.Array, *accs: Ref) -> tuple[jax.Array, ...]:
         """The sums of a pass, tile by tile of each part of W, and behind them those of x · xᵀ."""
@@ -267,12 +297,12 @@ class _Body:
             slot = lax.rem(now, tuning.stages)
             plgpu.barrier_wait(self.s["full"].at[slot])
             for subtile in range(sizes.subtiles):
-                # x [tokens, 64] becomes the short side, [64, tokens]; W's tile [64, 64] is the long one.
+                # x [tokens, d] becomes the short side, [d, tokens]; W's tile [64, d] is the long one.
                 x = x_smem.at[self._x_rows(slot, subtile, sizes.tokens)].transpose((1, 0))
                 firsts = [part * tuning.rows + tile for part in range(sizes.parts) for tile in sizes.tiles]
                 for acc, first in zip(accs, firsts, strict=False):
                     row = pl.multiple_of(slot * (sizes.parts * tuning.rows) + first, EIGHT)
-                    plgpu.wgmma(acc, w_smem.at[pl.ds(row, ROWS), pl.ds(subtile * DEPTH, DEPTH)], x)
+                    plgpu.wgmma(acc, w_smem.at[pl.ds(row, ROWS), pl.ds(subtile * sizes.depth, sizes.depth)], x)
                 # x · xᵀ, for the norm: 64 rows from the ring, of which those behind x's own are not used.
                 if sizes.parts == 2:
                     plgpu.wgmma(accs[-1], x_smem.at[self._x_rows(slot, subtile, ROWS)], x)
@@ -284,23 +314,59 @@ class _Body:
         lax.fori_loop(0, sizes.steps, step, None)
         return tuple(acc[...] for acc in accs)
 
+    def _add_up(self, turn: jax.Array) -> tuple[jax.Array, ...]:
+        """The sums of a pass over float8 numbers, tile by tile."""
+        sizes, tuning = self.sizes, self.sizes.tuning
+        w_smem, x_smem = self.s["w_smem"], self.s["x_smem"][0]
+        product, total = product_of(self.interpret), sizes.steps * tuning.passes
 
-def _launch(x: jax.Array, w: jax.Array, add_to: jax.Array | None, out: Any, sizes: _Sizes, interpret: Any) -> jax.Array:
+        def step(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            now = turn * sizes.steps + k
+            slot = lax.rem(now, tuning.stages)
+            plgpu.barrier_wait(self.s["full"].at[slot])
+            for subtile in range(sizes.subtiles):
+                columns = pl.ds(subtile * sizes.depth, sizes.depth)
+                x = x_smem.at[self._x_rows(slot, subtile, sizes.tokens)].transpose((1, 0))
+                rows = [pl.ds(pl.multiple_of(slot * tuning.rows + first, EIGHT), ROWS) for first in sizes.tiles]
+                # [64, 128] · [128, tokens] from zero, done when `product` returns: then one addition in float32.
+                sums = tuple(
+                    so_far + product(None, (w_smem.at[own, columns], x)) for so_far, own in zip(sums, rows, strict=True)
+                )
+            # As in `_accumulate`: a slot that no later step fills is not handed back.
+            pl.when(now + tuning.stages < total)(lambda: plgpu.barrier_arrive(self.s["empty"].at[slot]))
+            return sums
+
+        zeros = jnp.zeros((ROWS, sizes.tokens), jnp.float32)
+        start = tuple(plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) for _ in sizes.tiles)
+        found: tuple[jax.Array, ...] = lax.fori_loop(0, sizes.steps, step, start)
+        return found
+
+
+def _launch(
+    x: jax.Array,
+    w: jax.Array,
+    scales: tuple[jax.Array, ...],
+    add_to: jax.Array | None,
+    out: Any,
+    sizes: _Sizes,
+    interpret: Any,
+) -> jax.Array:
     """[rows, outputs] of x [rows, columns]."""
     tuning, tokens, interprets = sizes.tuning, sizes.tokens, interpret is not None
     step_rows = tuning.rows * sizes.parts
     spare = max(0, ROWS - tuning.rows)  # behind the last tile, where tiles are of fewer rows than are multiplied
     x_rows = tuning.stages * sizes.subtiles * tokens + (ROWS - tokens if sizes.parts == 2 else 0)
-    of_x = [plgpu.SMEM((x_rows, DEPTH), x.dtype, transforms=how) for how in (swizzled(), swizzled()[1:])]
+    transforms = swizzled_int8() if sizes.scales else swizzled()
+    of_x = [plgpu.SMEM((x_rows, sizes.depth), x.dtype, transforms=how) for how in (transforms, transforms[1:])]
     copies = sizes.parts + sizes.subtiles
     scratch: dict[str, Any] = {
-        "w_smem": plgpu.SMEM((tuning.stages * step_rows + spare, tuning.tile_k), w.dtype, transforms=swizzled()),
+        "w_smem": plgpu.SMEM((tuning.stages * step_rows + spare, tuning.tile_k), w.dtype, transforms=transforms),
         "x_smem": plgpu.RefUnion(*of_x),
         "sums": plgpu.SMEM((sizes.sum_rows, tokens), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
         "empty": plgpu.Barrier(num_barriers=tuning.stages),
     }
-    operands: list[Any] = [x, w]
+    operands: list[Any] = [x, w, *scales]
     if sizes.adds:
         scratch["added"] = plgpu.SMEM((tuning.rows, tokens), jnp.float32)
         operands.append(add_to)
@@ -325,18 +391,40 @@ def _supports_sizes(x: jax.Array, w: jax.Array, parts: int) -> bool:
     rows, columns = x.size // x.shape[-1], x.shape[-1]
     if x.dtype != jnp.bfloat16 or w.dtype != x.dtype or w.ndim != 2 or not 0 < rows <= MAX_ROWS:
         return False
+    return w.shape[0] % parts == 0 and _tuning_of(rows, w.shape[0] // parts, columns, parts) is not None
+
+
+def _tuning_of(*sizes: int) -> Tuning | None:
+    """Returns `default_tuning(*sizes)`; None where there is none."""
     try:
-        default_tuning(rows, w.shape[0] // parts, columns, parts)
+        return default_tuning(*sizes)
     except ValueError:
-        return False
-    return w.shape[0] % parts == 0
+        return None
+
+
+def _supports_result(x: jax.Array, add_to: jax.Array | None, out: Any) -> bool:
+    result = jnp.dtype(x.dtype if out is None else out)
+    return result in (jnp.bfloat16, jnp.float32) and (add_to is None or add_to.dtype == result)
 
 
 def supports_product(x: jax.Array, w: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
     """True for products that the kernel computes: bfloat16, up to `MAX_ROWS` of x, results in bfloat16 or float32."""
-    result = jnp.dtype(x.dtype if out is None else out)
-    fits = result in (jnp.bfloat16, jnp.float32) and (add_to is None or add_to.dtype == result)
-    return fits and _supports_sizes(x, w, 1)
+    return _supports_result(x, add_to, out) and _supports_sizes(x, w, 1)
+
+
+def supports_float8(x: jax.Array, matrix: Quantized, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
+    """True for products of float8 with up to `MAX_FLOAT8_ROWS` of x that the kernel computes at least as fast as any.
+
+    Those are by matrices of up to 64 rows a block. Of taller ones every block multiplies several tiles one after the
+    other, and Triton's kernel is as fast or faster (dev/LOG.md).
+    """
+    rows, columns = x.size // max(1, x.shape[-1]), x.shape[-1]
+    if x.dtype != jnp.bfloat16 or matrix.kind is not FLOAT8 or matrix.values.ndim != 2:
+        return False
+    if not 0 < rows <= MAX_FLOAT8_ROWS or not _supports_result(x, add_to, out):
+        return False
+    tuning = _tuning_of(rows, matrix.shape[0], columns, 1, 1)
+    return tuning is not None and tuning.rows * tuning.passes <= ROWS
 
 
 def supports_swiglu_product(x: jax.Array, w: jax.Array, eps: float) -> bool:
@@ -362,7 +450,7 @@ def product_mosaic(
     result = jnp.dtype(x.dtype if out is None else out)
     outputs = w.shape[0]
     flat = None if add_to is None else add_to.reshape(-1, outputs)
-    return _run(x, w, flat, result, outputs, 1, 0.0, tuning, interpret)
+    return _run(x, w, (), flat, result, outputs, 1, 0.0, tuning, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "tuning", "interpret"))
@@ -375,12 +463,31 @@ def swiglu_product_mosaic(
     interpret: Any = None,
 ) -> Float[Array, "*shape F"]:
     """Computes `skinny_gemm_swiglu` by the kernel, rounding once; a jit of its own like `product_mosaic`."""
-    return _run(x, w, None, x.dtype, w.shape[0] // 2, 2, eps, tuning, interpret)
+    return _run(x, w, (), None, x.dtype, w.shape[0] // 2, 2, eps, tuning, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("out", "tuning", "interpret"))
+def float8_mosaic(
+    x: Float[Array, "*shape I"],
+    matrix: Quantized,
+    *,
+    add_to: Float[Array, "*shape O"] | None = None,
+    out: Any = None,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> Float[Array, "*shape O"]:
+    """Computes `skinny_gemm_eight_bits` of float8 by the kernel; a jit of its own like `product_mosaic`."""
+    rounded, of_x = round_rows(x, matrix.kind)
+    outputs, result = matrix.shape[0], jnp.dtype(x.dtype if out is None else out)
+    flat = None if add_to is None else add_to.reshape(-1, outputs)
+    scales = (of_x.reshape(-1), matrix.scale)
+    return _run(rounded, matrix.values, scales, flat, result, outputs, 1, 0.0, tuning, interpret)
 
 
 def _run(
     x: jax.Array,
     w: jax.Array,
+    scales: tuple[jax.Array, ...],
     add_to: jax.Array | None,
     result: Any,
     outputs: int,
@@ -391,20 +498,23 @@ def _run(
 ) -> jax.Array:
     *shape, columns = x.shape
     flat = x.reshape(-1, columns)
-    rows = flat.shape[0]
+    rows, size = flat.shape[0], w.dtype.itemsize
     if tuning is None:
-        tuning = default_tuning(rows, outputs, columns, parts)
-    reason = objection(tuning, rows, outputs, columns, parts)
+        tuning = default_tuning(rows, outputs, columns, parts, size)
+    reason = objection(tuning, rows, outputs, columns, parts, size)
     if reason:
         raise ValueError(f"{tuning}: {reason}")
-    sizes = _Sizes(rows, outputs, columns, parts, eps, add_to is not None, tuning)
-    return _launch(flat, w, add_to, result, sizes, interpret).reshape(*shape, outputs)
+    sizes = _Sizes(rows, outputs, columns, parts, eps, add_to is not None, bool(scales), tuning)
+    return _launch(flat, w, scales, add_to, result, sizes, interpret).reshape(*shape, outputs)
 
 
+round_rows = Op(rounded_reference)
+round_rows.register(Kernel(runs_triton_beside_mosaic, triton.round_triton, lambda x, kind: kind is FLOAT8))
 skinny_gemm = Op(product_reference)
 skinny_gemm.register(Kernel(runs_mosaic, product_mosaic, supports_product))
 skinny_gemm.register(Kernel(runs_triton, triton.product_triton, triton.supports_product))
 skinny_gemm_swiglu = Op(swiglu_product_reference)
 skinny_gemm_swiglu.register(Kernel(runs_mosaic, swiglu_product_mosaic, supports_swiglu_product))
 skinny_gemm_eight_bits = Op(eight_bits_reference)
+skinny_gemm_eight_bits.register(Kernel(runs_mosaic, float8_mosaic, supports_float8))
 skinny_gemm_eight_bits.register(Kernel(runs_triton_beside_mosaic, triton.eight_bits_triton, triton.supports_eight_bits))

@@ -7,7 +7,7 @@ import dataclasses
 from smcjax.device import HOPPER
 
 ROWS = 64  # of W that the tensor cores multiply at once
-DEPTH = 64  # columns of W and x that one product takes: 128 bytes, as they are swizzled
+SWIZZLED = 128  # bytes of a row of W and x that one product takes
 EIGHT = 8  # rows that shared memory keeps together
 BESIDE = 4 << 10  # bytes of a block's shared memory for barriers and alignment
 # What an H200 was fastest with (dev/LOG.md): deeper rings take from other blocks, narrower tiles wait.
@@ -37,21 +37,26 @@ def tiles_of(rows: int) -> tuple[int, ...]:
     return tuple(min(first, max(0, rows - ROWS)) for first in range(0, rows, ROWS))
 
 
+def depth(size: int) -> int:
+    """Columns of W and x that one product takes, of numbers of `size` bytes."""
+    return SWIZZLED // size
+
+
 def padded(rows: int) -> int:
     """Rows of x that are multiplied."""
     return EIGHT * -(-rows // EIGHT)
 
 
-def shared_memory(tuning: Tuning, rows: int, parts: int) -> int:
+def shared_memory(tuning: Tuning, rows: int, parts: int, size: int) -> int:
     """Bytes a block."""
     tokens = padded(rows)
-    w = (tuning.stages * tuning.rows * parts + ROWS) * tuning.tile_k * 2
-    x = (tuning.stages * tuning.tile_k // DEPTH * tokens + ROWS) * DEPTH * 2
+    w = (tuning.stages * tuning.rows * parts + ROWS) * tuning.tile_k * size
+    x = (tuning.stages * tuning.tile_k // depth(size) * tokens + ROWS) * SWIZZLED
     sums = (parts * len(tiles_of(tuning.rows)) + parts - 1) * ROWS * tokens * 4
     return w + x + sums + tuning.rows * tokens * 4 + BESIDE
 
 
-def objection(tuning: Tuning, rows: int, outputs: int, columns: int, parts: int = 1) -> str | None:
+def objection(tuning: Tuning, rows: int, outputs: int, columns: int, parts: int = 1, size: int = 2) -> str | None:
     """Why a tuning does not apply to these sizes, as `default_tuning` names them, if it does not."""
     if tuning.rows % EIGHT or not 0 < tuning.rows <= outputs:
         return f"{tuning.rows} rows are no multiple of {EIGHT} up to {outputs}"
@@ -59,23 +64,24 @@ def objection(tuning: Tuning, rows: int, outputs: int, columns: int, parts: int 
         return f"{outputs} outputs are no multiple of {EIGHT}"
     if tuning.rows * parts > 2 * MAX_W_ROWS:
         return f"{tuning.rows * parts} rows of W are more than {2 * MAX_W_ROWS}"
-    if tuning.tile_k % DEPTH or columns % tuning.tile_k:
+    if tuning.tile_k % depth(size) or columns % tuning.tile_k:
         return f"{columns} columns are no multiple of {tuning.tile_k}"
     if tuning.blocks(outputs) > HOPPER.multiprocessors:
         return f"{tuning.blocks(outputs)} blocks do not run at the same time"
-    if shared_memory(tuning, rows, parts) > HOPPER.shared_memory:
-        return f"{shared_memory(tuning, rows, parts)} bytes of shared memory"
+    if (needed := shared_memory(tuning, rows, parts, size)) > HOPPER.shared_memory:
+        return f"{needed} bytes of shared memory"
     return None
 
 
-def default_tuning(rows: int, outputs: int, columns: int, parts: int = 1) -> Tuning:
-    """The tuning by which blocks have equal shares of W's rows, and tiles as wide as fit.
+def default_tuning(rows: int, outputs: int, columns: int, parts: int = 1, size: int = 2) -> Tuning:
+    """The tuning by which blocks have equal shares of W's rows, and tiles as wide and rings as deep as fit.
 
     Args:
         rows: of x.
         outputs: results of each of these rows.
         columns: of W and x.
         parts: rows of W that make a result: 1, or 2 with SwiGLU.
+        size: bytes of a number of W and x.
 
     Raises:
         ValueError: if none applies.
@@ -84,11 +90,13 @@ def default_tuning(rows: int, outputs: int, columns: int, parts: int = 1) -> Tun
     passes = -(-share * EIGHT * parts // MAX_W_ROWS)
     height = EIGHT * -(-share // passes)
     tile_k = WIDEST
-    while tile_k > DEPTH and (columns % tile_k or height * parts * tile_k * 2 > TILE_BYTES):
+    while tile_k > depth(size) and (columns % tile_k or height * parts * tile_k * size > TILE_BYTES):
         tile_k //= 2
-    stages = max(STAGES, IN_FLIGHT // (height * parts * tile_k * 2))
+    stages = max(STAGES, IN_FLIGHT // (height * parts * tile_k * size))
     tuning = Tuning(height, tile_k, max(1, min(stages, columns // tile_k * passes)), passes)
-    reason = objection(tuning, rows, outputs, columns, parts)
+    while tuning.stages > 2 and shared_memory(tuning, rows, parts, size) > HOPPER.shared_memory:
+        tuning = dataclasses.replace(tuning, stages=tuning.stages - 1)
+    reason = objection(tuning, rows, outputs, columns, parts, size)
     if reason:
         raise ValueError(f"no tuning for x [{rows}, {columns}] and {outputs} outputs: {reason}")
     return tuning

@@ -11,19 +11,26 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from smcjax.matmul import Quantized
+from smcjax.model.quantize import quantize_matrix
 from smcjax.pallas.dispatch import active_implementation, implementations
 from smcjax.pallas.layer.skinny_gemm import (
+    MAX_FLOAT8_ROWS,
+    float8_mosaic,
     product_mosaic,
     product_reference,
     skinny_gemm,
+    skinny_gemm_eight_bits,
     skinny_gemm_swiglu,
     swiglu_product_mosaic,
     swiglu_product_reference,
 )
 from smcjax.pallas.layer.skinny_gemm_tuning import Tuning, default_tuning, objection, tiles_of
+from smcjax.quantization import FLOAT8, INT8
 
 EPS = 1e-5
 INTERPRETED = plgpu.InterpretGPUParams()
+NARROW = ("qkv", "o", "down")  # that take one tile of 64 rows a block
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
@@ -44,6 +51,21 @@ def exact_swiglu(x: jax.Array, w: jax.Array) -> np.ndarray:
     scale = 1 / np.sqrt((np.asarray(x, np.float64) ** 2).mean(axis=-1, keepdims=True) + EPS)
     gate, up = np.split(exact(x, w) * scale, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
+
+
+def exact_eight_bits(x: jax.Array, matrix: Quantized, add_to: jax.Array | None = None) -> np.ndarray:
+    """Of the rounded numbers, in float64."""
+    seen = np.asarray(x, np.float64)
+    if matrix.kind.rounds_activations:
+        rounded, of_x = matrix.kind.round(x)
+        seen = np.asarray(rounded, np.float64) * np.asarray(of_x, np.float64)[:, None]
+    values = np.asarray(matrix.kind.restored(matrix.values), np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
+    return exact(seen, values, add_to)
+
+
+def magnitude(x: jax.Array, matrix: Quantized) -> np.ndarray:
+    """The sums of products' magnitudes. Hopper's tensor cores keep 14 bits of the terms of a sum of float8 products."""
+    return exact_eight_bits(abs(x), dataclasses.replace(matrix, values=abs(matrix.values)))
 
 
 def check(
@@ -99,6 +121,24 @@ def test_swiglu(rows: int, tuning: Tuning) -> None:
     check(swiglu_product_mosaic(x, w, EPS, tuning=tuning, interpret=INTERPRETED), exact_swiglu(x, w))
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "tuning"),
+    [
+        (9, 64, Tuning(32, 128, 2)),
+        (72, 104, Tuning(104, 128, 2)),  # tiles that overlap
+        (5, 88, Tuning(24, 256, 1, passes=2)),  # two sums of 128 products a step
+    ],
+    ids=str,
+)
+def test_float8(rows: int, outputs: int, tuning: Tuning) -> None:
+    x, w, add_to = operands(rows, outputs, 256)
+    matrix = quantize_matrix(w, FLOAT8)
+    got = float8_mosaic(x, matrix, add_to=add_to, tuning=tuning, interpret=INTERPRETED)
+    check(got, exact_eight_bits(x, matrix, add_to))
+    with pytest.raises(AssertionError):  # the control: a scale of W's that is another row's
+        check(got, exact_eight_bits(x, dataclasses.replace(matrix, scale=jnp.roll(matrix.scale, 1)), add_to))
+
+
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     x, w, _ = operands(9, 64, 128)
     got = swiglu_product_mosaic(x.at[2, 5].set(jnp.nan), w, EPS, tuning=Tuning(32, 64, 2), interpret=INTERPRETED)
@@ -142,6 +182,17 @@ def test_blocks_have_equal_shares(name: str, rows: int) -> None:
     assert blocks == 128
     assert blocks * tuning.rows * tuning.passes * parts == outputs
     assert objection(tuning, rows, outputs // parts, columns, parts) is None
+
+
+@pytest.mark.parametrize("rows", [1, 9, 72, MAX_FLOAT8_ROWS])
+@pytest.mark.parametrize("name", NARROW)
+def test_blocks_of_float8_have_equal_shares(name: str, rows: int) -> None:
+    outputs, columns = LLAMA_8B[name]
+    tuning = default_tuning(rows, outputs, columns, size=1)
+    assert tuning.blocks(outputs) * tuning.rows * tuning.passes == outputs
+    assert tuning.blocks(outputs) == 128
+    assert tuning.stages > 2
+    assert objection(tuning, rows, outputs, columns, size=1) is None
 
 
 @pytest.mark.parametrize(
@@ -195,6 +246,36 @@ def test_lowers_for_cuda(name: str, rows: int) -> None:
     assert "stablehlo.dot_general" not in text
 
 
+def float8_shape(outputs: int, columns: int) -> Quantized:
+    values = jax.ShapeDtypeStruct((outputs, columns), jnp.float8_e4m3fn)
+    return Quantized(values, jax.ShapeDtypeStruct((outputs,), jnp.float32), "bfloat16", FLOAT8.name)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_float8_lowers_for_cuda(name: str) -> None:
+    x = jax.ShapeDtypeStruct((72, LLAMA_8B[name][1]), jnp.bfloat16)
+    with implementations("mosaic"):
+        traced = jax.jit(lambda x, matrix: skinny_gemm_eight_bits(x, matrix)).trace(x, float8_shape(*LLAMA_8B[name]))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "stablehlo.dot_general" not in text
+
+
+def test_the_kernel_takes_narrow_matrices_of_float8() -> None:
+    def taken(rows: int, matrix: Quantized) -> bool:
+        x = jax.ShapeDtypeStruct((rows, matrix.shape[1]), jnp.bfloat16)
+        with implementations("mosaic"):
+            return skinny_gemm_eight_bits.kernel_for(x, matrix) is not None
+
+    narrow = float8_shape(4096, 14336)
+    assert taken(1, narrow)
+    assert taken(MAX_FLOAT8_ROWS, narrow)
+    assert not taken(MAX_FLOAT8_ROWS + 1, narrow)
+    assert not taken(72, float8_shape(28672, 4096))
+    assert not taken(9, float8_shape(4096, 4032))
+    assert not taken(9, dataclasses.replace(narrow, quantization=INT8.name))
+
+
 def test_lowers_for_cuda_with_one_row() -> None:
     assert lowered(1, 2048, 8192, swiglu=False).count("stablehlo.custom_call @mosaic_gpu") == 1
 
@@ -228,3 +309,18 @@ def test_on_a_gpu(name: str, rows: int) -> None:
     got = run(x, w, add_to)
     assert all(bool(jnp.array_equal(got, run(x, w, add_to))) for _ in range(200))
     check(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 9, 72, MAX_FLOAT8_ROWS])
+@pytest.mark.parametrize("name", NARROW)
+def test_float8_on_a_gpu(name: str, rows: int) -> None:
+    """The compiled kernel, chosen by the operation, and 200 times the same bits."""
+    x, w, add_to = operands(rows, *LLAMA_8B[name])
+    matrix = quantize_matrix(w, FLOAT8)
+    with implementations("mosaic"):
+        assert skinny_gemm_eight_bits.kernel_for(x, matrix, add_to=add_to) is not None
+        run = jax.jit(lambda x, matrix, add_to: skinny_gemm_eight_bits(x, matrix, add_to=add_to))
+        got = run(x, matrix, add_to)
+        assert all(bool(jnp.array_equal(got, run(x, matrix, add_to))) for _ in range(200))
+    check(got, exact_eight_bits(x, matrix, add_to), of_row=2**-14, largest=magnitude(x, matrix))

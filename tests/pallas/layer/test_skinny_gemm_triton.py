@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from smcjax.pallas.layer.skinny_gemm_triton import (
 )
 from smcjax.pallas.triton import launch
 from smcjax.quantization import QUANTIZATIONS
-from tests.pallas.layer.test_skinny_gemm import check, exact, operands
+from tests.pallas.layer.test_skinny_gemm import check, exact, exact_eight_bits, magnitude, operands
 from tests.pallas.triton.cubins import TARGETS, Cubin, compiled, lowered
 from tests.pallas.triton.interpreter import interpreted
 
@@ -46,21 +45,6 @@ SIZES = {  # of models with 8B and 1B parameters, Gemma's with 2B, and a small o
     "Gemma, gate_up": (18432, 2304),
     "small": (48, 144),
 }
-
-
-def exact_eight_bits(x: jax.Array, matrix: Quantized, add_to: jax.Array | None = None) -> np.ndarray:
-    """Of the rounded numbers, in float64."""
-    seen = np.asarray(x, np.float64)
-    if matrix.kind.rounds_activations:
-        rounded, of_x = matrix.kind.round(x)
-        seen = np.asarray(rounded, np.float64) * np.asarray(of_x, np.float64)[:, None]
-    values = np.asarray(matrix.kind.restored(matrix.values), np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
-    return exact(seen, values, add_to)
-
-
-def magnitude(x: jax.Array, matrix: Quantized) -> np.ndarray:
-    """The sums of products' magnitudes. Hopper's tensor cores keep 14 bits of the terms of a sum of float8 products."""
-    return exact_eight_bits(abs(x), dataclasses.replace(matrix, values=abs(matrix.values)))
 
 
 # --------------------------------------------------------------------------------------------------------- interpreted
