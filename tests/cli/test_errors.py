@@ -193,8 +193,10 @@ def test_a_task_has_no_target_for_somebody_elses_draft(smcjax: Command) -> None:
     assert_one_sentence(result)
 
 
-@pytest.mark.parametrize("command", ["generate", "eval", "chat"])
-@pytest.mark.parametrize("kind", ["missing", "hub", "truncated", "pickle", "corrupt"])
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [*((kind, "generate") for kind in ("hub", "truncated", "pickle", "corrupt")), ("missing", "eval"), ("hub", "chat")],
+)
 def test_a_directory_that_cannot_be_used_is_1(
     smcjax: Command, pair: Pair, tmp_path: Path, kind: str, command: str
 ) -> None:

@@ -1,34 +1,19 @@
-"""`Autoregressive` through `LLM`: the recorded greedy runs, truncation, the law of a draw."""
+"""`Autoregressive` through `LLM`: greedy runs, truncation, the law of a draw."""
 
 from __future__ import annotations
-
-import json
 
 import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams
+from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.model import logits
-from tests.checkpoints import GOLDEN, Pair
+from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
 pytestmark = pytest.mark.all_sizes
 
 _logits = jax.jit(logits, static_argnums=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
-def test_greedy_runs_are_those_of_transformers(name: str) -> None:
-    recorded = json.loads((GOLDEN / name / "golden.json").read_text())
-    prompts, expected = recorded["prompts"], recorded["greedy"]
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=len(expected[0]), ignore_eos=True)
-    with LLM(str(GOLDEN / name), decoding=Autoregressive(), max_model_len=256, max_num_seqs=len(prompts)) as llm:
-        outputs = llm.generate(requests, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert all(output.smc is None for output in outputs)
 
 
 def last_scores(llm: LLM, output: RequestOutput) -> np.ndarray:

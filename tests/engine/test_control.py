@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, RequestOutput, SamplingParams
-from smcjax.engine.run.features import ProgramVariants
-from smcjax.engine.run.runner import Runner
 from smcjax.engine.schedule.page_budget import Footprint, FreePages
 from smcjax.kv import allocate
 from tests.checkpoints import Pair
@@ -203,25 +201,6 @@ def test_exact_and_smc_requests_share_a_batch(uncontrolled: LLM, own: Run) -> No
     assert fingerprint(alone[4]) == fingerprint(own[4][0]), "0 is what a request without a control of its own has"
     under_another = run(uncontrolled, [2], controls={2: 0.1})[2][0]
     assert fingerprint(under_another) != fingerprint(alone[2]), "control: another c gives other tokens"
-
-
-def test_programs_that_do_not_fit_end_who_asked_for_them(
-    uncontrolled: LLM, own: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, compile_all = uncontrolled.engine, Runner.compile
-
-    def compile_some(self: Runner, sizes: Any, program: Any, *rest: Any) -> None:
-        if "control" in program.features:
-            raise ValueError("it needs more than there is; lower max_num_seqs.")
-        compile_all(self, sizes, program, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "compile", compile_some)
-        asked = [params(1), params(0, 0.1)]
-        answered, refused = uncontrolled.generate([prompt(1), prompt(0)], asked, use_tqdm=False)
-    engine._choice = ProgramVariants()
-    assert refused.error == "control cannot be used here: it needs more than there is; lower max_num_seqs."
-    assert fingerprint(answered) == fingerprint(own[1][0])
 
 
 def test_who_refuses_a_control(plain: LLM, pair: Pair) -> None:

@@ -151,24 +151,6 @@ def test_stop_strings_cut_text_and_tokens(llm: LLM, plain: LLM) -> None:
         assert absent == whole
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_logprobs_are_the_dense_models(llm: LLM, plain: LLM, temperature: float) -> None:
-    for engine in (llm, plain):
-        params = SamplingParams(seed=8, max_tokens=20, temperature=temperature, logprobs=0, min_tokens=3)
-        output = generate(engine, "hello there", params)[0]
-        answer, start = output.outputs[0], len(output.prompt_token_ids)
-        assert answer.logprobs is not None
-        assert len(answer.logprobs) == len(answer.token_ids) >= 4
-        row = np.array([output.prompt_token_ids + answer.token_ids])
-        scores = np.asarray(_logits(engine.models.target, engine.models.target_params, row)[0, start - 1 : -1])
-        scores = scores.astype(np.float64) / temperature
-        scores[:3, EOS] = -np.inf  # min_tokens
-        expected = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-        got = expected[np.arange(len(answer.token_ids)), answer.token_ids]
-        np.testing.assert_allclose(answer.logprobs, got, atol=1e-4)
-    assert generate(llm, "ab", SamplingParams(max_tokens=2))[0].outputs[0].logprobs is None
-
-
 def test_limits_at_their_ends(llm: LLM) -> None:
     def ends(prompt: list[int], max_tokens: int | None) -> tuple[int, str]:
         params = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)

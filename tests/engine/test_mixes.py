@@ -31,7 +31,7 @@ from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.test_seeds import fingerprint
 
 SEED = int(os.environ.get("SMCJAX_MIXES") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
-DECODERS, MIXES_OF_EACH = 6, 8
+DECODERS, MIXES_OF_EACH = 4, 6
 
 # Options by name: the default first, which two draws of three take, so that pairs of others meet often and survive.
 SMC_OPTIONS: dict[str, list[Any]] = {
@@ -247,7 +247,7 @@ def engines(pair: Pair, rng: random.Random, decoding: Decoding | None) -> Iterat
 @pytest.mark.parametrize("number", range(DECODERS))
 def test_random_mixes(pair: Pair, number: int) -> None:
     rng = random.Random(f"{SEED} {number}")
-    kind = ["smc", "rejection", "unnamed", "rejection", "autoregressive" if SEED % 2 else "smc", "smc"][number]
+    kind = ["smc", "rejection", "autoregressive" if SEED % 2 else "unnamed", "smc"][number]
     decoding = draw_decoder(rng, kind)
     extras = rng.sample(sorted(EXTRAS), 2)
     if number == DECODERS - 1:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from smcjax import LLM, SMC, RequestOutput, SamplingParams
+from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.smc import effective_sample_size
-from tests.checkpoints import GOLDEN, Pair
+from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.lazily import Later
 
@@ -93,35 +93,6 @@ def test_log_evidence_follows_from_the_trace(outputs: list[RequestOutput]) -> No
         assert smc.log_evidence == pytest.approx(sum(terms) + closing, abs=1e-4)
         closings.append(closing)
     assert sum(abs(closing) > 1e-2 for closing in closings) >= 2  # else the closing term would not be seen
-
-
-def test_no_trace_unless_asked(pair: Pair) -> None:
-    with smc_llm(pair, {"trace": False}) as llm:
-        smc = llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=False)[0].smc
-        assert smc is not None
-        assert smc.trace is None
-
-
-@pytest.mark.slow
-def test_best_takes_the_largest_weight(pair: Pair) -> None:
-    with smc_llm(pair, {"select": "best"}, max_num_seqs=2) as llm:
-        for output in outputs_of(llm):
-            assert output.smc is not None
-            assert output.smc.selected == int(np.argmax(output.smc.log_weights))
-
-
-@pytest.mark.slow
-def test_equal_draft_and_target_keep_every_particle() -> None:
-    path = str(GOLDEN / "llama_gqa_untied")
-    with LLM(path, draft_model=path, decoding=SMC(5, 3, trace=True), max_model_len=40, max_num_seqs=1) as llm:
-        smc = llm.generate({"prompt_token_ids": [7, 8, 9]}, SamplingParams(seed=1), use_tqdm=False)[0].smc
-        assert smc is not None
-        assert smc.trace is not None
-        np.testing.assert_allclose(smc.trace.ess, 5, rtol=1e-4)
-        assert not smc.trace.resampled.any()
-        np.testing.assert_allclose(smc.log_weights, 0, atol=1e-3)
-        assert len({tuple(p.token_ids) for p in smc.particles}) == 5
-        assert smc.trace.texts is None  # no tokenizer there
 
 
 def test_counters_and_free_pages(llm: LLM) -> None:

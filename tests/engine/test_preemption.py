@@ -92,7 +92,7 @@ def safe(engine: Engine, others: jax.Array) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     pages=st.integers(WORST, 2 * WORST),
     numbers=st.lists(st.integers(0, COUNT - 1), min_size=2, max_size=7),

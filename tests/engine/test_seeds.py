@@ -64,21 +64,17 @@ def test_autoregressive_requests_are_their_own_too(plain: LLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_memory_from_one_requests_worst_case_upward(
-    pair: Pair, alone: list[tuple[Any, ...]], max_num_seqs: int
-) -> None:
+def test_memory_from_one_requests_worst_case_upward(pair: Pair, alone: list[tuple[Any, ...]]) -> None:
     worst = Footprint(4, 4, 1).worst_case(19, 48)  # request 2, the largest
-    with smc_llm(pair, max_num_seqs=max_num_seqs, num_pages=worst + 1) as tight:
+    with smc_llm(pair, max_num_seqs=2, num_pages=worst + 1) as tight:
         order = [2, 5, 0, 3, 1, 4, 6]
         assert [fingerprint(output) for output in ask(tight, order)] == [alone[i] for i in order]
         assert tight.metrics()["kv_pages_free"] == tight.metrics()["kv_pages_total"] == worst
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_page_size_changes_nothing(pair: Pair, alone: list[tuple[Any, ...]], page_size: int) -> None:
-    with smc_llm(pair, page_size=page_size) as other:
+def test_page_size_changes_nothing(pair: Pair, alone: list[tuple[Any, ...]]) -> None:
+    with smc_llm(pair, page_size=16) as other:
         assert [fingerprint(output) for output in ask(other, [0, 1, 2, 3])] == alone[:4]
 
 
@@ -105,7 +101,7 @@ def test_coins_are_a_requests_own(pair: Pair) -> None:
     """Populations that end early are the same alone, in company, after preemptions, and as they stream."""
     coins = {"early_end": True, "control": 0.3}
     everything = list(range(len(REQUESTS)))
-    with smc_llm(pair, coins) as llm:
+    with smc_llm(pair, coins, max_num_seqs=2) as llm:
         outputs = [ask(llm, [i])[0] for i in everything]
         alone = [fingerprint(output) for output in outputs]
         assert [fingerprint(output) for output in ask(llm, everything[::-1])] == alone[::-1]
@@ -115,7 +111,7 @@ def test_coins_are_a_requests_own(pair: Pair) -> None:
             assert [token for chunk in chunks for token in chunk.token_ids] == list(alone[i][1])
     given_up = [[particle.log_weight == -np.inf for particle in output.smc.particles] for output in outputs]
     assert sum(map(any, given_up)) >= 3, "no coin was tossed"
-    with smc_llm(pair, coins, num_pages=45, admission="optimistic") as tight:
+    with smc_llm(pair, coins, max_num_seqs=2, num_pages=45, admission="optimistic") as tight:
         assert [fingerprint(output) for output in ask(tight, everything)] == alone
         assert tight.metrics()["preemptions"] > 0
 

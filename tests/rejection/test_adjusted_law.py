@@ -36,8 +36,7 @@ MISTAKE = "control"
 ADJUSTED: frozenset[Feature] = frozenset({"adjustments"})
 DECODINGS: list[tuple[Rejection, Proposer | ModelConfig]] = [
     (Rejection(gamma=3), PAIR.draft),
-    (Rejection(gamma=3, draft_temperature=1.5), PAIR.draft),
-    (Rejection(gamma=2, n_candidates=3), PAIR.draft),
+    (Rejection(gamma=2, n_candidates=3, draft_temperature=1.5), PAIR.draft),
     (Rejection(tree=(-1, 0, 0, 2, 0, 2)), PAIR.draft),
     (Rejection(tree=(2, 2, 1), siblings="top", order="dfs"), PAIR.draft),
     (Rejection(gamma=3), NGram()),

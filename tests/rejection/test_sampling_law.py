@@ -26,20 +26,17 @@ from tests.test_autoregressive import top_k_p
     ("decoding", "changes", "top_k", "top_p", "draft"),
     [
         (Rejection(gamma=3), {}, V, 1.0, PAIR.draft),
-        (Rejection(gamma=3, draft_temperature=1.5), {}, 3, 0.75, PAIR.draft),
-        (Rejection(gamma=3), {"temperature": 0.7, "min_tokens": 2}, V, 1.0, PAIR.draft),
         (Rejection(gamma=2, n_candidates=3), {"temperature": 0.8}, V, 1.0, PAIR.draft),
         (Rejection(gamma=1), {"max_tokens": 4}, V, 1.0, PAIR.draft),
         (Rejection(gamma=3), {"max_tokens": 4}, 3, 0.9, NGram()),
-        (Rejection(gamma=3), {"temperature": 0.7, "min_tokens": 2}, V, 1.0, NGram(2)),
         (Rejection(gamma=2, n_candidates=2), {"max_tokens": 4}, V, 1.0, NGram()),
         (Rejection(tree=(2, 2)), {"temperature": 0.8, "min_tokens": 2}, V, 1.0, PAIR.draft),
         (Rejection(tree=(-1, 0, 1, 0, 3, 3), order="position", draft_temperature=1.5), {}, 3, 0.75, PAIR.draft),
         (Rejection(tree=(3, 1), siblings="top", order="dfs"), {"max_tokens": 4}, 3, 0.9, PAIR.draft),
     ],
     ids=[
-        *("token", "token, truncated", "token, minimum", "three candidates", "token, whose drafts are all accepted"),
-        *("n-gram, truncated", "n-gram, minimum", "n-gram, two candidates"),
+        *("token", "three candidates", "token, whose drafts are all accepted"),
+        *("n-gram, truncated", "n-gram, two candidates"),
         *("tree", "lopsided tree, truncated", "tree of top tokens, truncated"),
     ],
 )

@@ -217,27 +217,26 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
     assert work["decoded"] < 8 * 2 * cycles
 
 
-def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector may run anywhere, also where the batch's state is between two programs."""
-    with smc_llm(pair) as llm:
-        params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
-        alone = llm.generate("ab", params, use_tqdm=False)[0].outputs[0].token_ids
-        cycle = type(llm.engine.runner).step
+    params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    alone = llm.generate("ab", params, use_tqdm=False)[0].outputs[0].token_ids
+    cycle = type(llm.engine.runner).step
 
-        def collecting(self: Any, *args: Any) -> Any:
-            dropped.clear()
-            gc.collect()
-            return cycle(self, *args)
+    def collecting(self: Any, *args: Any) -> Any:
+        dropped.clear()
+        gc.collect()
+        return cycle(self, *args)
 
-        for _ in range(3):
-            dropped = [llm.generate_stream("cd", SamplingParams(max_tokens=30, seed=1, ignore_eos=True))]
-            next(dropped[0])
-            with monkeypatch.context() as patch:
-                patch.setattr(type(llm.engine.runner), "step", collecting)
-                assert llm.generate("ab", params, use_tqdm=False)[0].outputs[0].token_ids == alone
-        metrics = llm.metrics()
-        assert metrics["num_running"] == metrics["num_waiting"] == 0
-        assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
+    for _ in range(3):
+        dropped = [llm.generate_stream("cd", SamplingParams(max_tokens=30, seed=1, ignore_eos=True))]
+        next(dropped[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(type(llm.engine.runner), "step", collecting)
+            assert llm.generate("ab", params, use_tqdm=False)[0].outputs[0].token_ids == alone
+    metrics = llm.metrics()
+    assert metrics["num_running"] == metrics["num_waiting"] == 0
+    assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
 
 
 PIECES = ["a", "c", "€", "é", "🎈", b"\xff", b"\x80", b"\xe2"]

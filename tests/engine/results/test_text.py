@@ -46,7 +46,7 @@ def by_definition(kind: str, prompt: list[int], answer: list[int]) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(cases())
 @example(("byte_fallback", [1, FALLBACK.vocab["▁a"]], [FALLBACK.vocab["▁the"]]))
 @example(("byte_fallback", [3 + 0xF0, 3 + 0x9F], [3 + 0x8E, 3 + 0x88, FALLBACK.vocab["b"]]))
@@ -78,7 +78,7 @@ def fewest(kind: str, prompt: list[int], answer: list[int], stops: list[str]) ->
     return next(shown[:count] for count, text in enumerate(texts) if text.startswith(whole[:end]))
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(cases(), st.data())
 def test_streamed_is_whole(case: tuple[str, list[int], list[int]], data: st.DataObject) -> None:
     """For any tokenizer, tokens, stop strings and cycles; nothing that was emitted changes."""

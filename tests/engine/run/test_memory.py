@@ -155,7 +155,6 @@ def test_too_few_pages_for_one_request(pair: Pair) -> None:
     ("decoding", "sizes"),
     [
         (SMC(n_particles=2, gamma=2), "max_num_seqs, n_particles, gamma or max_model_len"),
-        (Rejection(gamma=2), "max_num_seqs, gamma or max_model_len"),
         (Autoregressive(), "max_num_seqs or max_model_len"),
     ],
 )

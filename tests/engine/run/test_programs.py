@@ -114,7 +114,8 @@ def test_a_workspace_counts_beside_what_programs_take(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_a_second_engine_of_the_same_shapes_compiles_nothing(shared: WeakValueDictionary[Any, Any], pair: Pair) -> None:
     params = SamplingParams(max_tokens=6, seed=3)
-    with smc_llm(pair) as one, smc_llm(pair) as alike, smc_llm(pair, {"gamma": 2}) as other:
+    few = {"max_num_seqs": 1}
+    with smc_llm(pair, **few) as one, smc_llm(pair, **few) as alike, smc_llm(pair, {"gamma": 2}, **few) as other:
         answer = one.generate({"prompt_token_ids": [1, 2, 3]}, params)[0]
         made = set(shared)
         again = alike.generate({"prompt_token_ids": [1, 2, 3]}, params)[0]

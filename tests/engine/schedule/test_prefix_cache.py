@@ -168,11 +168,10 @@ def test_the_target_alone_reuses_too(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 5, 16])
-def test_any_page_size(pair: Pair, forgetting: LLM, page_size: int) -> None:
+def test_another_page_size(pair: Pair, forgetting: LLM) -> None:
     prompts = [prompt(*shape) for shape in [(20, 3), (20, 5), (31, 1), (33, 1), (20, 3)]]
     expected = [fingerprint(output) for output in ask(forgetting, prompts)]
-    with smc_llm(pair, page_size=page_size, smc={"trace": False}) as llm:
+    with smc_llm(pair, page_size=5, smc={"trace": False}) as llm:
         for _ in range(2):
             assert [fingerprint(output) for output in ask(shortened(llm), prompts)] == expected
             sound(llm.engine)
