@@ -182,10 +182,9 @@ def test_what_kernels_refuse_is_computed(how: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[1, 32], [64, 65], [33, 200]], ids=str)
-def test_lengths(lengths: list[int]) -> None:
+def test_lengths() -> None:
     """One slot, a full page, a full chunk and one more, and a ring that refills."""
-    check(*case(lengths), Tuning(stages=2))
+    check(*case([1, 32, 64, 65, 200]), Tuning(stages=2))
 
 
 @pytest.mark.slow
@@ -197,8 +196,6 @@ def test_lengths(lengths: list[int]) -> None:
         {"columns": 8, "group": 8},
         {"columns": 2, "dim": 128},
         {"page_size": 8},
-        {"page_size": 16},
-        {"page_size": 64},
         {"page_size": 128},
     ],
     ids=str,
@@ -211,8 +208,6 @@ def test_shapes(shape: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     "tuning",
     [
-        Tuning(splits=2, stages=2),
-        Tuning(warpgroups=2, stages=2),
         Tuning(splits=2, warpgroups=2, stages=2),
         Tuning(chunk=128, stages=2),
     ],
@@ -279,11 +274,7 @@ def test_lengths_below_the_last_position() -> None:
 
 REAL = [
     {"R": 8, "T": 1},
-    {"R": 8, "T": 2},
-    {"R": 8, "T": 9, "D": 128},
     {"R": 8, "T": 9, "D": 128, "M": 2048},
-    {"R": 256, "T": 1},
-    {"R": 8, "T": 1, "B": 32},
     {"R": 8, "T": 1, "B": 64},
     {"R": 8, "T": 9, "H": 8},
     {"R": 8, "T": 8, "H": 64, "D": 128},

@@ -71,15 +71,14 @@ def close(got: jax.Array, expected: np.ndarray, inputs: Case) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rows_one_by_one(lengths: list[int], shape: dict[str, int], dtype: Any) -> None:
-    """Odd lengths, pages, groups and head sizes; an empty row, tiles that end within a row."""
+def test_rows_one_by_one(lengths: list[int], shape: dict[str, int]) -> None:
+    """Odd lengths, pages, groups and head sizes; an empty row, tiles that end within a row; of both dtypes."""
+    dtype = jnp.float32 if shape["columns"] == 1 else jnp.bfloat16
     poisoned, clean = (as_type(each, dtype) for each in case(lengths, [0] * len(lengths), rows=1, **shape))
     check(poisoned, clean, SMALL)
 
 
-@pytest.mark.parametrize("splits", [2, 5])
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize(("splits", "settled"), [(2, False), (5, True)])
 def test_shares_are_merged(splits: int, settled: bool) -> None:
     """Also where there are fewer steps than shares, and where a query sees nothing of a share."""
     poisoned, clean = case([70, 18, 0], [0] * 3, rows=1, columns=4)
@@ -87,8 +86,11 @@ def test_shares_are_merged(splits: int, settled: bool) -> None:
     check(poisoned, clean, tuning)
 
 
-@pytest.mark.parametrize("how", [{"window": 7}, {"window": 30}, {"window": 500}, {"scale": 0.3}, {"first": 1}], ids=str)
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "splits"),
+    [({"window": 7}, 1), ({"window": 30}, 2), ({"window": 500}, 2), ({"scale": 0.3}, 1), ({"first": 1}, 2)],
+    ids=str,
+)
 def test_windows_scales_and_a_first_slot(how: dict[str, Any], splits: int) -> None:
     """Control: without them the result differs, except for a window wider than the rows."""
     poisoned, clean = case([80, 33, 20], [0] * 3, rows=1, columns=3)
@@ -97,8 +99,9 @@ def test_windows_scales_and_a_first_slot(how: dict[str, Any], splits: int) -> No
     assert (np.abs(got - usual).max() > 5e-2) == (how != {"window": 500})
 
 
-@pytest.mark.parametrize("how", [{}, {"window": 45}], ids=str)
-@pytest.mark.parametrize("lengths", [[90, 84, 87], [70, 0, 75], [0, 75, 70], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "how"), [([90, 84, 87], {"window": 45}), ([70, 0, 75], {}), ([0, 75, 70], {}), ([0, 0, 0], {})], ids=str
+)
 def test_a_groups_common_prefix_is_read_by_all_its_rows(lengths: list[int], how: dict[str, Any]) -> None:
     """Two groups, one of which shares nothing; dead rows, the first one among them; a tile of several rows."""
     poisoned, clean = case([*lengths, 40, 40, 33], [0, 4, 3, 0, 0, 0], rows=3, columns=3)

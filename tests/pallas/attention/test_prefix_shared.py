@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -113,22 +114,21 @@ def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int 
     np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())
 
 
-@pytest.mark.parametrize("group", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_warpgroups_in_turn(group: int) -> None:
     """Two groups of unequal, finished and dead rows, two heads, shares, a ring that refills.
 
-    Units of the merge are of one row's heads, or of two or four rows.
+    Units of the merge are of one row's heads, or of four rows.
     """
     poisoned, clean = case([200, 210, 70, 0], [9, 12, 9, 3], rows=2, kv_heads=2, group=group)
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=2, stages=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [64, 128])
-def test_two_tiles(chunk: int) -> None:
+def test_two_tiles() -> None:
     """More queries than one warpgroup takes, of two rows that stand at different columns."""
     poisoned, clean = case([450, 440], [27, 26], rows=2, columns=9, dim=128)
-    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2, stages=2), chunk=chunk)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2, stages=2), chunk=128)
 
 
 @pytest.mark.slow
@@ -139,10 +139,7 @@ def test_parts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page_size", "chunk"),
-    [(8, 64), (64, 64), (128, 64), (32, 128), (64, 128), (128, 128), (192, 128), (256, 128)],
-)
+@pytest.mark.parametrize(("page_size", "chunk"), [(8, 64), (128, 64), (128, 128), (192, 128)])
 def test_pages_and_chunks(page_size: int, chunk: int) -> None:
     poisoned, clean = case([400, 410], [2, 2], rows=2, page_size=page_size)
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=1, stages=2), chunk=chunk)
@@ -169,9 +166,9 @@ def test_blocks_with_pieces_take_fewer_chunks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [37, 48])
-def test_many_queries_of_single_rows(columns: int) -> None:
-    """A chunk of prompts: one that begins, one further on whose queries fill their tiles or not, one absent."""
+def test_many_queries_of_single_rows() -> None:
+    """A chunk of prompts: one that begins, one further on whose queries do not fill their tiles, one absent."""
+    columns = 37
     poisoned, clean = case([columns, 150, 0], [0, 0, 0], rows=1, columns=columns)
     tuning = default_tuning(groups=3, queries=columns * 4, kv_heads=1, dim=64, chunk=64)
     assert (tuning.tiles, tuning.warpgroups) == (3, 3)
@@ -179,11 +176,10 @@ def test_many_queries_of_single_rows(columns: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [3, 7])
-def test_heads_that_do_not_fill_a_tile(group: int) -> None:
-    """The kernel is right for 3 and 7 query heads per KV head, like in Llama 3.2 3B and Qwen 2.5 7B."""
-    poisoned, clean = case([150, 140], [9, 8], rows=2, columns=5, kv_heads=2, group=group)
-    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2 if group == 7 else 1, stages=2))
+def test_heads_that_do_not_fill_a_tile() -> None:
+    """The kernel is right for 7 query heads per KV head, like in Qwen 2.5 7B."""
+    poisoned, clean = case([150, 140], [9, 8], rows=2, columns=5, kv_heads=2, group=7)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2, stages=2))
 
 
 @pytest.mark.slow
@@ -197,20 +193,13 @@ def test_three_parts() -> None:
 
 REAL = [
     {"T": 1},
-    {"T": 2},
     {"T": 9, "D": 128},
-    {"T": 9, "D": 128, "R": 256},
     {"T": 9, "D": 128, "N": 16},
     {"T": 8, "D": 128, "H": 64, "N": 4},
     {"T": 2, "H": 8},
-    {"T": 9, "H": 16, "D": 128},
-    {"T": 2, "B": 64},
     {"T": 2, "B": 128, "N": 12},
     {"T": 17, "D": 128, "M": 64},
-    {"T": 17, "D": 128, "N": 16},
-    {"T": 9, "D": 128, "H": 64, "M": 64},
     {"T": 128, "D": 128, "N": 1},
-    {"T": 128, "N": 1, "R": 8, "M": 64},
     {"T": 512, "D": 128, "H": 64, "N": 1},
     {"T": 9, "D": 128, "H": 28, "Hkv": 4},
 ]
@@ -329,25 +318,23 @@ def test_a_plan_serves_only_what_it_covers() -> None:
     assert "call @shared_attention_mosaic" not in text(1)
 
 
-@pytest.mark.parametrize("queries", [8, 64, 128, 144, 256, 288, 400, 576, 1024, 1088, 2048, 4096])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("groups", [1, 2, 32])
-@pytest.mark.parametrize("chunk", [64, 128])
-def test_default_tuning_fits(queries: int, dim: int, groups: int, chunk: int) -> None:
+@pytest.mark.parametrize(("dim", "groups", "chunk"), [*itertools.product((64, 128), (1, 2, 32), (64, 128))])
+def test_default_tuning_fits(dim: int, groups: int, chunk: int) -> None:
     """Parts cover the queries, shared memory of a block is at most 224 KiB and a little, the GPU is filled once.
 
     Of more parts than that each has one share.
     """
-    tuning = default_tuning(groups=groups, queries=queries, kv_heads=8, dim=dim, chunk=chunk)
-    assert tuning.tiles == tiles_of(queries)
-    assert len(tuning.splits) == -(-queries // (QUERIES * tuning.tiles)) == -(-queries // (QUERIES * 3))
-    assert tuning.stages >= 2
-    assert tuning.stages % tuning.subs == 0
-    assert tuning.stages * 2 * chunk * dim * 2 + tuning.warpgroups * QUERIES * dim * 2 <= 224 * 1024
-    if 8 * len(tuning.splits) > 132:
-        assert set(tuning.splits) == {1}
-    elif groups == 1:
-        assert 120 <= 8 * sum(tuning.splits) <= 132
+    for queries in (8, 64, 128, 144, 256, 288, 400, 576, 1024, 1088, 2048, 4096):
+        tuning = default_tuning(groups=groups, queries=queries, kv_heads=8, dim=dim, chunk=chunk)
+        assert tuning.tiles == tiles_of(queries)
+        assert len(tuning.splits) == -(-queries // (QUERIES * tuning.tiles)) == -(-queries // (QUERIES * 3))
+        assert tuning.stages >= 2
+        assert tuning.stages % tuning.subs == 0
+        assert tuning.stages * 2 * chunk * dim * 2 + tuning.warpgroups * QUERIES * dim * 2 <= 224 * 1024
+        if 8 * len(tuning.splits) > 132:
+            assert set(tuning.splits) == {1}
+        elif groups == 1:
+            assert 120 <= 8 * sum(tuning.splits) <= 132
 
 
 @pytest.mark.parametrize(("kv_heads", "shares"), [(1, MAX_SHARES), (2, MAX_SHARES), (4, 33), (8, 16)])

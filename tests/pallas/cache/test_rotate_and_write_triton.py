@@ -53,8 +53,7 @@ def check(inputs: dict[str, Any], got: Any) -> None:
         np.testing.assert_allclose(g, w, rtol=relative, atol=2**-7 if loose else 1e-6 * (relative > 0), err_msg=name)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("make", [case, copying])
+@pytest.mark.parametrize(("make", "shape"), [*((case, shape) for shape in SHAPES), (copying, SHAPES[2])])
 def test_against_the_reference(make: Any, shape: dict[str, Any]) -> None:
     """Control: the pages were others before."""
     inputs = make(**shape)

@@ -131,13 +131,13 @@ def test_leading_axes_stay() -> None:
 # ------------------------------------------------------------------------------------------------------------- tuning
 
 
-@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
-def test_tiles_of_x(rows: int) -> None:
-    one, more = tile_rows(rows)
-    tiles = -(-rows // 144)
-    assert tiles * (one + more) >= rows
-    assert one + more <= max(32, rows // tiles * 1.5)
-    assert all(size & (size - 1) == 0 for size in (one, more))
+def test_tiles_of_x() -> None:
+    for rows in range(1, MAX_ROWS + 1):
+        one, more = tile_rows(rows)
+        tiles = -(-rows // 144)
+        assert tiles * (one + more) >= rows
+        assert one + more <= max(32, rows // tiles * 1.5)
+        assert all(size & (size - 1) == 0 for size in (one, more))
 
 
 def test_tiles_of_the_rows_that_decoding_has() -> None:
@@ -218,7 +218,7 @@ def test_kernels_are_compiled_for_every_target(name: str, capability: int) -> No
             assert 0 < cubin.registers <= 255
             assert cubin.shared_memory <= cubin.limit, cubin
 
-    for rows in (9, 72, 288):
+    for rows in (9, 288):  # of one tile and of two
         x, w = (jax.ShapeDtypeStruct((size, columns), jnp.bfloat16) for size in (rows, outputs))
         check_resources(compiled(capability, lambda x, w: skinny_gemm(x, w), x, w))
         for kind in KINDS if capability >= 89 else ("int8",):

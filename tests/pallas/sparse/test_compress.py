@@ -94,8 +94,7 @@ CASES = {
         dim=128,
         table=6,
     ),  # a warp's columns are of several positions
-    "whole": Case(NSA(kv="shared"), (30, 40), 2, page_size=64, table=1),  # of one, all of them
-    "whole, mlp": Case(NSA(), (46, 40), 2, page_size=64, table=1),
+    "whole, mlp": Case(NSA(), (46, 40), 2, page_size=64, table=1),  # of one, all of them
 }
 
 

@@ -128,8 +128,7 @@ def weighed(d: Drawn, order: tuple[int, ...], whole: tuple[int, ...], eps: float
 
 
 @pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
-@pytest.mark.parametrize("whole", [(), (2,)], ids=["all", "two"])
-@pytest.mark.parametrize("eps", [None, 0.5], ids=["normed", "pending"])
+@pytest.mark.parametrize(("whole", "eps"), [((), None), ((2,), 0.5)], ids=["all, normed", "two, pending"])
 def test_segments_are_merged_and_weighed(whole: tuple[int, ...], eps: float | None, interpret: Any) -> None:
     """A short last group, lines without segments and rows that have seen nothing. Controls: another order, no norm."""
     d, order = drawn(Case()), (2, 0, 1)

@@ -45,7 +45,7 @@ def is_rounded(got: jax.Array, want: jax.Array) -> bool:
     return bool(jnp.all(jnp.abs(got.astype(jnp.float32) - want) <= jnp.abs(want) * 2**-8 + 1e-4))
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 8, 128, 512), (1, 1, 32, 64, 256), (1, 2, 16, 64, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 8, 128, 512), (1, 1, 32, 64, 256)], ids=str)
 def test_kernels_weigh_as_xla_does(shape: tuple[int, int, int, int, int]) -> None:
     """Kernels take more tokens and heads than a block has. Controls: other gates, another order of branches, roundings.
 

@@ -139,7 +139,7 @@ CHAIN = Case(QueryGroups(tuple(range(5)), 3), 4, 1, 1, ((16, 32),), Tuning(block
 CHAIN = CHAIN._replace(most=9)
 
 
-@pytest.mark.parametrize("mode", ["merged", "shared", "shared_forced"])
+@pytest.mark.parametrize("mode", ["merged", "shared_forced"])
 def test_modes(mode: str) -> None:
     check(CHAIN, 0, mode)
 
@@ -152,14 +152,13 @@ def test_each_query_by_itself() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("subs", [1, 2])
-def test_branches(subs: int) -> None:
+def test_branches() -> None:
     """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages.
 
-    One warpgroup takes tile after tile, two take both at once.
+    Two warpgroups take both at once; `test_each_query_by_itself` has one.
     """
     groups = QueryGroups(tuple(np.random.default_rng(2).permutation(66).tolist()), 66)
-    tuning = Tuning(blocks=4, subs=subs, stages=2)
+    tuning = Tuning(blocks=4, subs=2, stages=2)
     check(Case(groups, 1, 1, 3, ((16, 8), (64, 64)), tuning, blocks=4, most=2), 2)
 
 

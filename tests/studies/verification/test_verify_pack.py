@@ -74,8 +74,8 @@ def special(name: str, rows: int = 6, gamma: int = 7, dim: int = 16) -> Case:
 
 REFERENCE = jax.jit(vp.verify_and_pack_reference)
 SPECIAL = ["matches again", "all accept", "all reject", "first or last", "one row of all"]
-GAMMAS = [1, 7, 31, 32, 33, 127, 128, 129]
-ROWS = [1, 31, 32, 33, 257]
+GAMMAS = [1, 31, 32, 33, 129]
+ROWS = [1, 33, 257]
 
 
 class Wanted(NamedTuple):
@@ -149,8 +149,7 @@ def test_shapes(rows: int, gamma: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [1, 7, 8, 129])
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize(("dim", "dtype"), [(1, ml_dtypes.bfloat16), (129, np.float16)])
 def test_odd_widths_go_through_the_dispatcher(dim: int, dtype: Any) -> None:
     check(vp.verify_and_pack, case(4, 6, dim, dtype=dtype))
 
@@ -244,14 +243,14 @@ def test_pack_kernel() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("name", SPECIAL[::4])
 def test_pack_kernel_with_a_block_a_row(name: str) -> None:
     given = special(name, 3, 4, 8)
     check_packed(pack_by_rows(jnp.asarray(given.kv), jnp.asarray(given.lengths), interpret=INTERPRET), given)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("name", SPECIAL[1:4])
 def test_pack_kernel_at_corners(name: str) -> None:
     given = special(name)
     tuning = vp.Tuning(2, 1, 3, 2)
@@ -308,9 +307,7 @@ def launches(program: str) -> int:
     return program.count("stablehlo.custom_call @mosaic_gpu")
 
 
-@pytest.mark.parametrize(
-    ("rows", "gamma", "dim"), [(32, 128, 2048), (1, 1, 8), (257, 33, 512), (1024, 8, 128), (33, 7, 8192)], ids=str
-)
+@pytest.mark.parametrize(("rows", "gamma", "dim"), [(1024, 8, 128), (33, 7, 8192)], ids=str)
 def test_lowers_for_cuda(rows: int, gamma: int, dim: int) -> None:
     assert launches(text(vp.verify_and_pack_mosaic, rows, gamma, dim)) == 1
     assert launches(text(vp.scan_then_pack_mosaic, rows, gamma, dim)) == 2
