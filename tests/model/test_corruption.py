@@ -41,7 +41,7 @@ def use(directory: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_corrupted_directories(part: int, bases: list[Path], tmp_path: Path) -> None:
     refused = 0
     for seed in range(part * PER_PART, (part + 1) * PER_PART):

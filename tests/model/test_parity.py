@@ -111,8 +111,7 @@ def test_variants_agree_with_the_oracle(name: str, tmp_path: Path) -> None:
     chex.assert_trees_all_equal(again, params)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("dtype", "shards"), [("float64", 1), ("float32", 3), ("float16", 1), ("bfloat16", 3)])
 def test_file_dtypes_and_shards(dtype: str, shards: int, tmp_path: Path) -> None:
     raw = make_config("qwen2")
     weights = random_weights(raw, seed=3)

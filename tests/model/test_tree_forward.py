@@ -131,7 +131,7 @@ def rows_of(name: str, page_size: int) -> Rows:
     return Rows(config, noisy_params(config), page_size)
 
 
-PAGES = {"sparse": 2, "sparse with shared keys": 8, "global, local": 1}
+PAGES = {"sparse": 2, "sparse with shared keys": 8, "gemma": 1}
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -69,7 +69,7 @@ def test_control_other_seeds_and_thresholds_give_other_answers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 7])
 def test_page_size_does_not_matter(page_size: int) -> None:
     assert answers(dataclasses.replace(BASE, page_size=page_size)) == answers(BASE)
 
@@ -131,7 +131,7 @@ def test_absent_groups_leave_finite_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prompt", "max_tokens"), [(6, 9), (8, 12), (23, 5)])
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(6, 9), (23, 5)])
 def test_worst_case_bound_of_pages_suffices(prompt: int, max_tokens: int) -> None:
     """Full prompt pages are shared for good; each row needs at most the rest of the limit's pages for itself."""
     ask = Ask((1, 2, 3) * 7 + (0, 1), max_tokens, seed=5)

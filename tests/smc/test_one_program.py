@@ -47,8 +47,7 @@ def kv_bytes(state: smc.State) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves((state.memory.target, state.memory.draft)))
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("cycles", [None, 3])
+@pytest.mark.parametrize(("page_size", "cycles"), [(1, None), (4, 3)])
 def test_no_host_and_no_copy_of_the_kv(page_size: int, cycles: int | None) -> None:
     check_one_program(PAIR, page_size, smc.step if cycles is None else functools.partial(_run, cycles))
 

@@ -26,18 +26,13 @@ ASKS = [
     Ask((1, 1), max_tokens=16, stops=(0, 4), seed=45),
 ]
 CASES: dict[str, dict[str, Any]] = {
-    "default": {},
     "always-resample": {"ess_threshold": 1.0},
     "one-draft": {"gamma": 1, "n_particles": 2, "resampling": "stratified", "ess_threshold": 0.95},
     "power": {"power": 2.0, "resampling": "multinomial", "ess_threshold": 0.9},
     "no-bonus": {"bonus": False, "n_particles": 5, "resampling": "residual", "ess_threshold": 1.0},
     "flat-power": {"power": 0.5, "draft_temperature": 1.4, "select": "best"},
-    "explainer": {"bonus": False, "gamma": 1, "n_particles": 4},
     "one-particle": {"n_particles": 1, "power": 1.5},
-    "undeferred": {"defer_bonus": False, "ess_threshold": 0.9},
-    "long-block": {"gamma": 5, "ess_threshold": 1.0},
     "early end": {"early_end": True, "control": 0.3, "ess_threshold": 0.8},
-    "pipelined": {"pipelined": True, "ess_threshold": 0.95},
     "pipelined, one draft": {"pipelined": True, "gamma": 1, "n_particles": 4, "power": 1.5, "ess_threshold": 1.0},
     "pipelined, early end": {"pipelined": True, "gamma": 4, "early_end": True, "ess_threshold": 0.9},
     "control": {"control": 0.3, "power": 1.3, "draft_temperature": 1.2, "ess_threshold": 0.95},

@@ -270,8 +270,9 @@ def test_increments_by_hand() -> None:
         assert jnp.isfinite(bonus_increment(power, jnp.asarray([0.0, -jnp.inf])))
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize(("prompt", "max_tokens"), [((2,), 1), ((2,), 2), ((1, 2) * 11 + (3,), 9), ((1, 2, 3), 8)])
+@pytest.mark.parametrize(
+    ("n", "prompt", "max_tokens"), [(1, (2,), 1), (3, (2,), 2), (1, (1, 2) * 11 + (3,), 9), (3, (1, 2, 3), 8)]
+)
 def test_edges(n: int, prompt: tuple[int, ...], max_tokens: int) -> None:
     """Law 7: one particle, a prompt of one token, one token to generate, a prompt that leaves room for one."""
     program = PAIR.program(MAX_MODEL_LEN, n_particles=n, gamma=1, ess_threshold=1.0)

@@ -198,8 +198,9 @@ def test_files_mean_what_their_format_says(name: str, tmp_path: Path, monkeypatc
     assert np.abs(oracle_logits(RAW, wrong, tokens) - expected).max() > 1e-2 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "float8"])
-@pytest.mark.parametrize("name", ["GPTQ, desc_act", "AWQ", "pack-quantized"])
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("GPTQ, desc_act", "int8"), ("AWQ", "float8"), ("pack-quantized", "int8")]
+)
 def test_eight_bits_and_what_they_cost(
     name: str, quantization: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
