@@ -17,7 +17,6 @@ import os
 import string
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -104,27 +103,17 @@ class Judge:
         self.model, self.template = model, template
         self.verdicts, self.label = _pair(verdicts), label
         _check_template(template)
-        path = model if isinstance(model, LLM) else resolve_model_path(model)
-        tokenizer = path.tokenizer if isinstance(path, LLM) else Tokenizer.load(path)
-        if tokenizer is None:
-            raise CheckpointError(f"{path} has no tokenizer, by which a judge reads texts; fetch tokenizer.json")
-        self._tokenizer = tokenizer
         with own_settings():
-            if isinstance(path, Path) and path.is_dir() and is_classifier(path):
-                self._config, self._params, self._head = load_classifier(path)
-                self._check_label(self._head.shape[0])
-            else:
-                if self.verdicts is None or label is not None:
-                    raise ValueError(
-                        f"verdicts is {short(verdicts)} and label {label!r}, and {path} is a language model; give "
-                        'verdicts=(" yes", " no") or likewise, and no label.'
-                    )
-                self._config, self._params = _of_target(path) if isinstance(path, LLM) else load_checkpoint(path)
-                self._head = self._params.unembed
+            tokenizer, self._config, self._params, *head = _read(model)
+        if tokenizer is None:
+            raise CheckpointError(f"{model} has no tokenizer, by which a judge reads texts; fetch tokenizer.json")
+        self._tokenizer = tokenizer
+        self._head = head[0] if head else self._params.unembed
+        self._check_arguments(self._head.shape[0] if head else 0)
         needed = max(tokenizer.vocab.values(), default=-1) + 1
         if needed > self._config.vocab_size:
             raise CheckpointError(
-                f"{path} has a tokenizer of {needed} token ids and a model of {self._config.vocab_size}; use the "
+                f"{model} has a tokenizer of {needed} token ids and a model of {self._config.vocab_size}; use the "
                 "tokenizer that belongs to the weights"
             )
         self._is_reward = self.verdicts is None and self._head.shape[0] == 1
@@ -155,9 +144,14 @@ class Judge:
                 raise
         return [float(value) for value in values]
 
-    def _check_label(self, labels: int) -> None:
-        """Raises ValueError for arguments that do not go with a head of so many labels."""
-        if self.verdicts is not None:
+    def _check_arguments(self, labels: int) -> None:
+        """Raises ValueError for arguments that do not go with a head of so many labels, 0 being a language model's."""
+        if not labels and (self.verdicts is None or self.label is not None):
+            raise ValueError(
+                f"verdicts is {short(self.verdicts)} and label {self.label!r}, and {self.model} is a language model; "
+                'give verdicts=(" yes", " no") or likewise, and no label.'
+            )
+        if labels and self.verdicts is not None:
             raise ValueError(
                 f"verdicts is {short(self.verdicts)} and {self.model} is a classifier, which has labels; leave it out."
             )
@@ -320,13 +314,20 @@ def _page(
     return cache, jnp.sum(jnp.where(weights != 0, weights * found, 0.0), axis=(1, 2))
 
 
-def _of_target(llm: LLM) -> tuple[ModelConfig, Params]:
-    """The config and arrays of an LLM's target. Raises ValueError where it is closed or on several devices."""
-    if llm._closed:
-        raise ValueError(f"model must be an LLM that is not closed, got {llm}.")
-    if llm.models.devices > 1:
-        raise ValueError(f"model is {llm} on {llm.models.devices} devices, and a judge runs on one; give its path.")
-    return llm.models.target, llm.models.target_params
+def _read(model: str | os.PathLike[str] | LLM) -> tuple[Any, ...]:
+    """A model's tokenizer or None, its config, its arrays, and a classifier's head.
+
+    Raises ValueError for an LLM that is closed or on several devices.
+    """
+    if not isinstance(model, LLM):
+        path = resolve_model_path(model)
+        load = load_classifier if path.is_dir() and is_classifier(path) else load_checkpoint
+        return Tokenizer.load(path), *load(path)
+    if model._closed:
+        raise ValueError(f"model must be an LLM that is not closed, got {model}.")
+    if model.models.devices > 1:
+        raise ValueError(f"model is {model} on {model.models.devices} devices, and a judge runs on one; give its path.")
+    return model.tokenizer, model.models.target, model.models.target_params
 
 
 def _pair(verdicts: Any) -> tuple[str, str] | None:
