@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -469,6 +469,12 @@ class Enumeration:
             judge = functools.partial(settle, self.mutation, self.config.ess_threshold)
             verdicts = zip(*chunked(judge, log_weight, finished), strict=True)
             yield from ((key, mass, v) for (key, mass), v in zip(populations.items(), verdicts, strict=True))
+
+
+def deviation(done: Enumeration, law: Mapping[Tokens, float] | None = None) -> float:
+    """The largest |E[Ẑ·Σ W_i·1{x_i = x}] − law(x)| over all x; without a law it is ∏ p^α over Ω."""
+    law = done.toy.outcomes(done.config.power) if law is None else law
+    return max(abs(done.measure.get(x, 0.0) - law.get(x, 0.0)) for x in done.measure.keys() | law.keys())
 
 
 def _add(populations: dict, rows: tuple[Any, ...], measure: float, chance: float) -> None:

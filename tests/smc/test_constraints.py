@@ -29,7 +29,7 @@ from smcjax.structured.automaton_child import token_automaton
 from smcjax.structured.grammar import expression_automaton
 from tests.helpers import published
 from tests.lazily import program_patches
-from tests.smc.enumeration import Enumeration, Proposals, Tokens, Toy, controlled
+from tests.smc.enumeration import Enumeration, Proposals, Tokens, Toy, controlled, deviation
 
 Q_OF_ALL = "drafts weighed by q of all tokens"
 SPELLED = (b"a", b"b", b"ab", b"")  # the last one is the stop
@@ -117,12 +117,6 @@ class Constrained(Enumeration):
         tokens, increments, chance, last = map(np.asarray, controlled(*terms))
         possible = chance > 0
         return Proposals(tokens[possible], increments[possible], chance[possible], last[possible])
-
-
-def deviation(done: Enumeration) -> float:
-    """The largest over outputs of any form; one without the form is to have no mass."""
-    expected = done.toy.outcomes(done.config.power)
-    return max(abs(done.measure.get(x, 0.0) - expected.get(x, 0.0)) for x in done.measure.keys() | expected.keys())
 
 
 def enumerate_smc(toy: FormToy, mistake: str = "none", **config: Any) -> Enumeration:

@@ -21,9 +21,9 @@ from smcjax.decoding.drafts.ngram import NGram
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.kv import pages_for
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, release, start, step, tiny_pair, with_nan_behind
-from tests.smc.enumeration import Enumeration, Toy
+from tests.smc.enumeration import Enumeration, Toy, deviation
 from tests.smc.mutations import CONTROL_MUTATIONS
-from tests.smc.test_unbiased import deviation, enumerate_smc
+from tests.smc.test_unbiased import enumerate_smc
 from tests.test_testing import Capped
 
 STOP = Toy(vocab=2, cap=4, stop=1)

@@ -14,9 +14,9 @@ import pytest
 from smcjax import SMC
 from smcjax.smc.ending import Roulette
 from tests.helpers import Ask, finish, release, start, tiny_pair
-from tests.smc.enumeration import Toy
+from tests.smc.enumeration import Toy, deviation
 from tests.smc.mutations import ROULETTE_MUTATIONS
-from tests.smc.test_unbiased import deviation, enumerate_smc
+from tests.smc.test_unbiased import enumerate_smc
 
 STOP = Toy(vocab=2, cap=4, stop=1)
 WIDE = Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3, minimum=1)

@@ -18,9 +18,8 @@ import pytest
 from smcjax import smc
 from smcjax.smc import cycle, pipelined, weights
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair
-from tests.smc.enumeration import Enumeration, Toy, _add, weigh
+from tests.smc.enumeration import Enumeration, Toy, _add, deviation, weigh
 from tests.smc.mutations import MUTATIONS, mutated
-from tests.smc.test_unbiased import deviation
 
 STOP = Toy(vocab=2, cap=4, stop=1)
 WIDE = Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3)

@@ -13,7 +13,7 @@ from smcjax import CheckpointError, smc
 from smcjax.smc.twist import TwistParams
 from smcjax.testing import battery
 from tests.helpers import published
-from tests.smc.enumeration import HIDDEN, Enumeration, Toy
+from tests.smc.enumeration import HIDDEN, Enumeration, Toy, deviation
 
 FACTORS = ((0, 0.8), (1, -0.5))
 TOYS = {"stop": Toy(vocab=2, cap=5, stop=1), "wide": Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3)}
@@ -38,8 +38,9 @@ def off(case: str, twist: Any) -> float:
     potentials = (smc.TokenPotential(FACTORS), twist)
     done = Enumeration(toy, published(n_particles=2, **config, potentials=potentials)).run()
     law = toy.outcomes(done.config.power)
-    law = {x: mass * float(np.exp(sum(dict(FACTORS).get(token, 0.0) for token in x))) for x, mass in law.items()}
-    return max(abs(done.measure.get(x, 0.0) - law.get(x, 0.0)) for x in done.measure.keys() | law.keys())
+    return deviation(
+        done, {x: mass * float(np.exp(sum(dict(FACTORS).get(token, 0.0) for token in x))) for x, mass in law.items()}
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

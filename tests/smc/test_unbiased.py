@@ -12,18 +12,12 @@ import pytest
 
 from smcjax import smc
 from tests.helpers import published
-from tests.smc.enumeration import Enumeration, Toy
+from tests.smc.enumeration import Enumeration, Toy, deviation
 from tests.smc.mutations import MUTATIONS
 
 STOP = Toy(vocab=2, cap=5, stop=1)  # with K = 2: x₀, a whole block, one token cut by the cap
 WIDE = Toy(vocab=3, cap=5, stop=2, impossible=True, seed=3)  # with weights of −inf
 FREE = Toy(vocab=2, cap=6, seed=2)  # no stop token
-
-
-def deviation(done: Enumeration) -> float:
-    """The largest over Ω; a sequence outside Ω counts with its whole mass."""
-    expected = done.toy.outcomes(done.config.power)
-    return max(abs(done.measure.get(x, 0.0) - expected.get(x, 0.0)) for x in done.measure.keys() | expected.keys())
 
 
 def enumerate_smc(toy: Toy, mutation: str = "none", beside: tuple[float, ...] = (), **config: Any) -> Enumeration:
