@@ -1,12 +1,12 @@
 """Potentials: factors of the target that steer a population, while its weights stay right.
 
 With potentials the target is π(x) ∝ p(x)^α·∏ φ(x), a product over the potentials φ of `SMC(potentials=…)` and of
-the request's `SamplingParams(potentials=…)`. A potential
-gives a log value to every beginning of an answer too. After each cycle a particle's log weight gains the log value of
-its tokens now less that of its tokens when it was asked last, so the terms telescope: an answer's weight has φ of the
-whole answer, whatever the values of its beginnings were. Those decide how early a population turns to good answers. A
-value may depend on the target's log-probabilities of the answer's tokens and its hidden states too, since they are
-functions of the answer.
+the request's `SamplingParams(potentials=…)`; under a form, among the answers that have it. A potential gives a log
+value to every beginning of an answer too. After each cycle a particle's log weight gains the log value of its tokens
+now less that of its tokens when it was asked last. So the terms telescope: an answer's weight has φ of the whole
+answer, whatever the values of its beginnings were. Those decide how early a population turns to good answers. A value
+may depend on the target's log-probabilities of the answer's tokens and its hidden states too, since they are functions
+of the answer.
 """
 
 from __future__ import annotations

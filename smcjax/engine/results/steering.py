@@ -156,6 +156,7 @@ class Steering:
         self._request, self._tokenizer, self._scorer = request, tokenizer, scorer
         self.values = values or Values(request, prompt, scorer)
         self._potentials = request.params.text_potentials
+        self._nothing = (None,) * len(self._potentials)  # the keys of a row that is not to be asked about
         self._patterns = [re.compile(one.ask) if isinstance(one.ask, str) else None for one in self._potentials]
         self._rows: list[_Row] = []
         self._behind: list[list[tuple[_Key | None, ...]]] = []  # of each report, the first tokens' too, by row
@@ -173,8 +174,7 @@ class Steering:
 
     def begin(self, first: Sequence[int]) -> None:
         """Begins with the rows' first tokens, [N]."""
-        none = tuple(None for _ in self._potentials)
-        row = _Row(AnswerText(self._tokenizer, self._request.token_ids), keys=none)
+        row = _Row(AnswerText(self._tokenizer, self._request.token_ids), keys=self._nothing)
         self._rows, self._behind = [self._longer(row, [token], ended=False) for token in first], []
         self._note([True] * len(self._rows))
 
@@ -257,9 +257,9 @@ class Steering:
 
     def _note(self, alive: Sequence[bool]) -> None:
         """Notes what the rows are to be asked, and asks it; rows without weight have nothing to ask."""
-        nothing = tuple(None for _ in self._potentials)
-        self._behind.append([row.keys if living else nothing for row, living in zip(self._rows, alive, strict=True)])
-        self.values.ask(key for keys in self._behind[-1] for key in keys if key is not None)
+        asked = [row.keys if living else self._nothing for row, living in zip(self._rows, alive, strict=True)]
+        self._behind.append(asked)
+        self.values.ask(key for keys in asked for key in keys if key is not None)
 
     def _longer(self, row: _Row, tokens: Sequence[int], *, ended: bool) -> _Row:
         """The row behind more tokens; one that has `ended`, or holds a stop string, is asked as a whole answer."""
