@@ -1,18 +1,18 @@
 """A model judges while another one writes: film reviews that a small chat model finds good.
 
 SmolLM2 continues beginnings of reviews; its draft is the same without two layers. The judge is the same SmolLM2, asked
-whether a review is good: log p(" good") − log p(" bad"), after each eighth token and at the end. The picture has the
-verdict's mean in the populations over the potential's exponent, ± two standard errors over the beginnings.
+whether a review is good: log p(" good") − log p(" bad"), after each eighth token and at the end. The picture has what
+the populations' mean verdict gains by the potential, over its exponent, ± two standard errors over the beginnings.
 
     python examples/style.py [beginnings] [N] [largest exponent] [picture]        (extra smollm2)
 """
 
 import sys
+from pathlib import Path
 from statistics import fmean, stdev
 
-from matplotlib.figure import Figure
-
 from smcjax import LLM, SMC, Judge, RequestOutput, SamplingParams, TextPotential
+from smcjax.viz.picture import colour_of, new_figure, styled, write_figure
 
 BEGINNINGS = [
     *("I saw this film last night. It was", "The critics say that this film is", "I took my family to see it and we"),
@@ -21,8 +21,9 @@ BEGINNINGS = [
 ASK = "<|im_start|>user\nIs this review good or bad?\n{prompt}{text}<|im_end|>\n<|im_start|>assistant\nThe review is"
 
 
-def main(count: int = 6, n: int = 8, largest: int = 8, picture: str = "style.svg") -> None:
-    beginnings, exponents, means, halves = BEGINNINGS[:count], (0, largest // 4, largest), [], []
+@styled
+def main(count: int = 6, n: int = 16, largest: int = 8, picture: str = "style.svg") -> None:
+    beginnings, exponents, verdicts = BEGINNINGS[:count], (0, largest // 4, largest), []
 
     def verdict(judge: Judge, beginning: str, output: RequestOutput) -> float:
         """The population's mean."""
@@ -37,18 +38,15 @@ def main(count: int = 6, n: int = 8, largest: int = 8, picture: str = "style.svg
             common = {"max_tokens": 24, "temperature": 0.8, "potentials": [TextPotential(judge, 8, None, exponent)]}
             params = [SamplingParams(seed=seed, **common) for seed in range(count)]
             outputs = llm.generate(beginnings, params, use_tqdm=False)
-            verdicts = [
-                verdict(judge, beginning, output) for beginning, output in zip(beginnings, outputs, strict=True)
-            ]
-            means.append(fmean(verdicts))
-            halves.append(2 * stdev(verdicts) / count**0.5)
-            print(
-                f"exponent {exponent}: {means[-1]:+.2f} ± {halves[-1]:.2f}. {beginnings[0]}{outputs[0].outputs[0].text}"
-            )
-    axes = (figure := Figure()).subplots()
-    axes.errorbar(exponents, means, halves, fmt="o-", capsize=3)
-    axes.set(xlabel="exponent of the potential", ylabel="verdict: log p(good) − log p(bad)", xticks=exponents)
-    figure.savefig(picture)
+            verdicts.append([verdict(judge, *both) for both in zip(beginnings, outputs, strict=True)])
+            print(f"exponent {exponent}: {fmean(verdicts[-1]):+.2f}. {beginnings[0]}{outputs[0].outputs[0].text}")
+    gains = [[b - a for a, b in zip(verdicts[0], some, strict=True)] for some in verdicts]
+    means, halves = [fmean(some) for some in gains], [2 * stdev(some) / count**0.5 for some in gains]
+    title = f"Reviews that a judge finds better, by {means[-1]:.1f} ± {halves[-1]:.1f}"
+    axes = (figure := new_figure(6, 3.5, title)).subplots()
+    axes.errorbar(exponents, means, halves, fmt="o-", capsize=3, color=colour_of(0))
+    axes.set(xlabel="exponent of the potential", ylabel="gain of log p(good) − log p(bad)", xticks=exponents)
+    write_figure(figure, Path(picture), title)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,31 @@ def test_a_judge_steers_a_style(
 ) -> None:
     """Verdicts at three exponents, and a picture; the judge tells praise from blame."""
     monkeypatch.setattr(sys, "argv", ["style.py", "2", "2", "4", str(tmp_path / "style.svg")])
-    found = re.findall(r"^exponent (\d): [-+]\d+\.\d\d ± ", printed("style", capsys), re.MULTILINE)
+    found = re.findall(r"^exponent (\d): [-+]\d+\.\d\d\. ", printed("style", capsys), re.MULTILINE)
     assert found == ["0", "1", "4"]
     assert "<svg" in (tmp_path / "style.svg").read_text()
     judge = Judge("smollm2", runpy.run_path(str(EXAMPLES / "style.py"))["ASK"], verdicts=(" good", " bad"))
     praise, blame = judge("The film was", [" wonderful, and I loved it.", " terrible, and I hated it."])
     assert praise > blame + 1
+
+
+@pytest.mark.slow
+def test_enumeration_says_what_populations_near(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The mean evidence is the exact one, which is not 1 as without a potential; shares with the word rise with N."""
+    monkeypatch.setattr(sys, "argv", ["enumerated.py", "100", "4", str(tmp_path / "enumerated.svg")])
+    out = printed("enumerated", capsys)
+    listed = re.search(r"^\d+ answers have ([\d.]+)% of the probability", out, re.MULTILINE)
+    assert listed is not None
+    assert 99.9 < float(listed[1]) <= 100
+    rows = re.findall(r"^N = (\d): (\w+).* ([\d.]+) ± ([\d.]+), exactly ([\d.]+)$", out, re.MULTILINE)
+    shares, evidences = (
+        [tuple(map(float, row[2:])) for row in rows if row[1] == name] for name in ("share", "evidence")
+    )
+    assert len(shares) == len(evidences) == 3
+    assert all(abs(mean - exact) < 2 * half for mean, half, exact in evidences), "within four standard errors"
+    mean, half, _ = evidences[-1]
+    assert mean - 1 > 2 * half, "negative control"
+    assert shares[0][0] < shares[-1][0] < shares[-1][2]
+    assert "<svg" in (tmp_path / "enumerated.svg").read_text()
