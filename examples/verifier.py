@@ -12,12 +12,12 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-
-from matplotlib.figure import Figure
+from pathlib import Path
 
 from smcjax import LLM, SMC, Rejection, SamplingParams, TextPotential
 from smcjax.tasks.intervals import wilson_interval
 from smcjax.tasks.word_problems import extract_answer, generate
+from smcjax.viz.picture import colour_of, label_right, log_ticks, new_figure, styled, write_figure
 
 RESULTS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": lambda a, b: a // b if b else -1}
 
@@ -64,16 +64,29 @@ def main(count: int = 20, largest: int = 8, temperature: float = 1.8, picture: s
         chosen(n)
         print("as long:")
         chosen(min(largest, max(1, round(seconds / each))))
-    axes = (figure := Figure()).subplots()
-    for name, points in curves.items():
-        seconds, share, low, high = zip(*(points[n] for n in sorted(points)), strict=True)
-        (line,) = axes.plot(seconds, share, "o-", label=name)
-        axes.fill_between(seconds, low, high, color=line.get_color(), alpha=0.1)
-        for n, point in points.items():
-            axes.annotate(n, point[:2], textcoords="offset points", xytext=(3, 3))
+    draw(curves, Path(picture))
+
+
+@styled
+def draw(curves: dict[str, dict[int, tuple[float, float, float, float]]], picture: Path) -> None:
+    """Draws shares of right answers, with their 95% intervals, over the seconds of a problem."""
+    best = [(*max(points.values(), key=lambda point: point[1])[:2], name) for name, points in curves.items()]
+    (seconds, share, name), (sooner, less, other) = sorted(best, key=lambda each: -each[1])[:2]
+    title = f"Right at best: {name} {share:.0%} in {seconds:.2f} s, {other} {less:.0%} in {sooner:.2f} s"
+    axes = (figure := new_figure(9, 4.5, title)).subplots()
     axes.set(xscale="log", xlabel="seconds a problem, at N sequences", ylabel="share of right answers")
-    axes.legend()
-    figure.savefig(picture)
+    labels = []
+    for number, (name, points) in enumerate(curves.items()):
+        seconds, share, low, high = zip(*(points[n] for n in sorted(points)), strict=True)
+        axes.plot(seconds, share, "o-", color=colour_of(number))
+        axes.fill_between(seconds, low, high, color=colour_of(number), alpha=0.08, linewidth=0)
+        for n, point in points.items():
+            axes.annotate(n, point[:2], textcoords="offset points", xytext=(3, 3), color=colour_of(number))
+        labels.append((share[-1], name, colour_of(number)))
+    log_ticks(axes.xaxis)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    label_right(axes, labels)
+    write_figure(figure, picture, title)
 
 
 if __name__ == "__main__":
