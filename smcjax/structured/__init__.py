@@ -7,7 +7,6 @@
     json_texts           texts of values and strings (formats), and of numbers (json_numbers)
     grammar              rules as an automaton over bytes, to a depth of nesting
     byte_automata        automata over bytes: joined, met, made minimal
-    token_bytes          the bytes that tokens stand for
     automaton            the automaton over tokens, made by a process of its own (automaton_child)
 
 What decoders do with it: `smcjax.decoding.constraints`. Nothing here imports JAX.

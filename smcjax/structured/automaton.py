@@ -25,7 +25,7 @@ import numpy as np
 from smcjax.errors import ExtraMissing, extra_missing
 from smcjax.normalize import short
 from smcjax.structured.response_format import Expression
-from smcjax.structured.token_bytes import token_bytes
+from smcjax.tokenizer.token_bytes import token_bytes
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 SECONDS = 10.0  # of processor time to compile one

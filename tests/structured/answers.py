@@ -14,7 +14,7 @@ import numpy as np
 
 from smcjax.structured.automaton import Automata, Automaton
 from smcjax.structured.response_format import expression_of
-from smcjax.structured.token_bytes import token_bytes
+from smcjax.tokenizer.token_bytes import token_bytes
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 

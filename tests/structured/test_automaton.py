@@ -23,7 +23,7 @@ from smcjax.structured.automaton_child import byte_automaton, token_automaton
 from smcjax.structured.byte_automata import Refusal, complement, minimal, product, utf8_ranges
 from smcjax.structured.grammar import expression_automaton
 from smcjax.structured.response_format import JSON_DEPTH, Expression, expression_of
-from smcjax.structured.token_bytes import token_bytes
+from smcjax.tokenizer.token_bytes import token_bytes
 from smcjax.tokenizer.tokenizer import Tokenizer
 from tests import tokenizers_like
 

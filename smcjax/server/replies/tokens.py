@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smcjax.engine.results.text import UNDECODED
+from smcjax.tokenizer.token_bytes import byte_of_mark
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 
@@ -15,7 +16,6 @@ class TokenTexts:
         self._special = frozenset() if tokenizer is None else frozenset(tokenizer.special_tokens.values())
         # A token whose text stands before that of others, so that no decoder strips at the start of these.
         self._before = next((id for id in self._names if self._plain(id) == "a"), None)
-        self._bytes = _bytes_of_characters()
 
     def bytes_of(self, token: int) -> bytes:
         """The token's bytes, which may be no whole characters. Empty for an id that has no token."""
@@ -28,9 +28,9 @@ class TokenTexts:
             return bytes([int(name[3:5], 16)])
         text = self._plain(token)
         if UNDECODED in text:  # part of a character, of a vocabulary in which characters stand for bytes
-            known = [self._bytes.get(character) for character in name]
-            if all(byte is not None for byte in known):
-                return bytes(byte for byte in known if byte is not None)
+            byte_of = byte_of_mark()
+            if all(character in byte_of for character in name):
+                return bytes(byte_of[character] for character in name)
         return text.encode()
 
     def text_of(self, token: int) -> str:
@@ -47,10 +47,3 @@ class TokenTexts:
         if before is None:
             return self._tokenizer.decode([token])
         return self._tokenizer.decode([before, token])[1:]
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character stands for in byte-level vocabularies: itself where printable, else from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

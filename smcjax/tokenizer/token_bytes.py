@@ -1,8 +1,9 @@
-"""The bytes that each token of a tokenizer stands for: what automata walk."""
+"""The bytes that tokens of a tokenizer stand for, by the spelling in its vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from smcjax.tokenizer.tokenizer import Tokenizer
@@ -17,7 +18,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     """
     kinds = set(_kinds(tokenizer.decoder))
     if "ByteLevel" in kinds:
-        byte_of = {mark: byte for byte, mark in _byte_marks().items()}
+        byte_of = byte_of_mark()
 
         def spelled(token: str) -> bytes:
             if all(mark in byte_of for mark in token):
@@ -46,8 +47,9 @@ def _kinds(decoder: Mapping[str, Any] | None) -> list[str]:
     return [decoder["type"], *(kind for part in decoder.get("decoders", ()) for kind in _kinds(part))]
 
 
-def _byte_marks() -> dict[int, str]:
-    """The character that byte-level BPE (GPT-2) writes for each byte: itself where it is printed, else one from 256."""
+@cache
+def byte_of_mark() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary (GPT-2) stands for."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
-    return {byte: chr(byte) for byte in printed} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
