@@ -303,16 +303,6 @@ class TensorParallel:
             yield make(jax.tree_util.keystr(path), whole, leaf_key)
 
 
-def split_params(params: Params, config: ModelConfig, parallel: TensorParallel) -> Params:
-    """Plain weights of one device, divided among several."""
-
-    def split(leaf: Any, layout: Layout) -> jax.Array:
-        return parallel.place(np.asarray(leaf), layout)
-
-    divided: Params = jax.tree.map(split, params, layouts(config, parallel.size, parallel.vocabulary))
-    return divided
-
-
 def bytes_on_one(tree: Any) -> int:
     """Bytes of these arrays that one device holds, each distinct array counted once."""
     distinct = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()

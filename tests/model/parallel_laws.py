@@ -24,9 +24,9 @@ from smcjax.model.files.checkpoint import load_checkpoint
 from smcjax.model.parallel import (
     AXIS,
     Layout,
+    TensorParallel,
     devices_of_host,
     layouts,
-    split_params,
 )
 from smcjax.model.quantize import quantize_params
 from smcjax.pallas import PeerMemory
@@ -34,6 +34,15 @@ from smcjax.sparse.nsa import NSA
 from tests.checkpoints import write_model
 
 SHAPE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 32, "num_layers": 2}
+
+
+def split_params(params: Any, config: ModelConfig, parallel: TensorParallel) -> Any:
+    """Plain weights of one device, divided among several."""
+
+    def split(leaf: Any, layout: Layout) -> jax.Array:
+        return parallel.place(np.asarray(leaf), layout)
+
+    return jax.tree.map(split, params, layouts(config, parallel.size, parallel.vocabulary))
 
 
 @pytest.fixture(scope="module", autouse=True)
