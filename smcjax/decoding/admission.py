@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.aux_hidden_states import aux_hidden_states_of, fused, write_features
 from smcjax.decoding.constraints import beginning_states
 from smcjax.decoding.groups import Groups, Memory, PairParams
 from smcjax.decoding.prefill import chunk_view, leaders_of, prefill_chunk
@@ -128,14 +127,15 @@ def _read[S: Groups](
 ) -> tuple[S, Float[Array, "G E"], Float[Array, "G chunk E"]]:
     """Reads one chunk in all models; the hidden states at prompts' ends, and at all the chunk's positions."""
     memory, leaders = groups.memory, leaders_of(groups.sequences, last_hidden.shape[0])
-    aux = aux_hidden_states_of(program)
+    aux = program.aux_hidden_states()
     target, last_hidden, hidden = prefill_chunk(
         program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, cached, aux
     )
     draft = memory.draft
     if aux is not None:
         view = chunk_view(leaders, start_at, chunk, cached, page_size=program.page_size)
-        draft = write_features(program, draft, fused(program, params, aux), view.positions, view.write_pages)
+        features = program.features_proposer.fuse(params.draft, aux.streams)
+        draft = program.features_proposer.write_features(draft, features, view.positions, view.write_pages)
     if program.proposer is not None:
         draft = program.proposer.prefill(params.draft, draft, leaders, start_at, chunk, cached)
     memory = dataclasses.replace(memory, target=target, draft=draft)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, Literal
+from typing import Any, Concatenate, Literal, cast
 
 from smcjax.decoders import Decoding, Speculation
 from smcjax.decoders.parts import Potential, hidden_size_of
 from smcjax.decoding.drafts.draft_model import DraftModel
-from smcjax.decoding.drafts.proposer import Proposer
+from smcjax.decoding.drafts.proposer import FeatureProposer, Proposer
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.kv import PagePool, pages_for
 from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import AuxHiddenStates
 from smcjax.model.paged import create_cache, reads_by_kernels
 from smcjax.normalize import short
 from smcjax.pallas.dispatch import implementations
@@ -110,6 +111,16 @@ class Program[D: Decoding]:
     def proposer(self) -> Proposer | None:
         """The way that tokens are drafted; None for decoders without drafts."""
         return DraftModel(self.draft) if isinstance(self.draft, ModelConfig) else self.draft
+
+    @property
+    def features_proposer(self) -> FeatureProposer:
+        """The proposer, of programs that have `aux_hidden_states`."""
+        return cast(FeatureProposer, self.proposer)
+
+    def aux_hidden_states(self) -> AuxHiddenStates | None:
+        """A collector for one forward of the target; None if the proposer reads no hidden states."""
+        proposer = self.proposer
+        return None if proposer is None or not proposer.aux_layers else AuxHiddenStates(proposer.aux_layers)
 
     @property
     def speculation(self) -> Speculation:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.decoding.aux_hidden_states import aux_hidden_states_of, fused, write_features
 from smcjax.decoding.cycle_view import pages_at, reserve, view_of, written_once
 from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.drafts.proposer import Drafts, TreeProposer
@@ -87,10 +86,11 @@ def score[S: Groups](
         pages = written_once(groups, view.write_pages)
         view = dataclasses.replace(view, write_pages=pages, held=view.written())
     plans = plan_attention(config, params.target, view, columns=width)
-    aux, draft = aux_hidden_states_of(program), groups.memory.draft
+    aux, draft = program.aux_hidden_states(), groups.memory.draft
     hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans, aux)
     if aux is not None:
-        draft = write_features(program, draft, fused(program, params, aux), view.positions, view.write_pages)
+        features = program.features_proposer.fuse(params.draft, aux.streams)
+        draft = program.features_proposer.write_features(draft, features, view.positions, view.write_pages)
     groups = groups.with_memory(target=cache, draft=draft)
     return groups, unembed(params.target, hidden), hidden
 
@@ -129,10 +129,10 @@ def score_tree[S: Groups](
         page_size=program.page_size,
     )
     scratch = create_scratch(config, params.target, rows=tokens.shape[0], nodes=tree.size)
-    aux = aux_hidden_states_of(program)
+    aux = program.aux_hidden_states()
     hidden, scratch = tree_hidden_states(config, params.target, cache, scratch, view, aux)
     column_of = jnp.asarray([order.index(node) for node in range(tree.size)])
-    features = None if aux is None else fused(program, params, aux)[:, column_of]
+    features = None if aux is None else program.features_proposer.fuse(params.draft, aux.streams)[:, column_of]
     groups = groups.with_memory(target=cache)
     return groups, unembed(params.target, hidden[:, column_of]), Kept(scratch, features)
 
@@ -153,6 +153,7 @@ def keep_path[S: Groups](program: Program[Any], groups: S, drafts: TreeDrafts, k
     draft = proposer.keep_path(program.speculation, groups.memory.draft, drafts.scratch, path)
     if kept.features is not None:
         row = jnp.arange(path.nodes.shape[0])[:, None]
-        draft = write_features(program, draft, kept.features[row, path.nodes], path.positions, path.pages)
+        features = kept.features[row, path.nodes]
+        draft = program.features_proposer.write_features(draft, features, path.positions, path.pages)
     target = write_path(program.target, groups.memory.target, kept.scratch, *path)
     return groups.with_memory(target=target, draft=draft)
