@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 import smcjax
 from smcjax.bench.engine import end_all
@@ -255,7 +254,7 @@ class Profiler:
         """Tokens a cycle on the prompts of a context."""
         if not decoding.ragged:
             tokens = float(decoding.tokens_per_cycle)
-            return Counted(context, tokens, (), (tokens,) * len(token_ids))
+            return Counted(context, tokens, (tokens,) * len(token_ids))
         plan = self.plan
         params = [
             SamplingParams(
@@ -267,11 +266,9 @@ class Profiler:
         outputs = [one.metrics for one in llm.generate(asked, params, use_tqdm=False)]
         cycles = sum(one.cycles for one in outputs)
         each = tuple(_per_cycle(one.generated_tokens, one.cycles) for one in outputs)
-        if not cycles or any(one.accepted_at is None for one in outputs):  # SMC under a control: no count by position
-            return Counted(context, _per_cycle(sum(o.generated_tokens - 1 for o in outputs) + 1, cycles), (), each)
-        counts = np.sum([one.accepted_at for one in outputs], axis=0)
-        reached = tuple(float(count) / cycles for count in counts)
-        return Counted(context, 1 + sum(reached), reached, each)
+        if not cycles or any(one.accepted is None for one in outputs):  # SMC under a control does not count drafts
+            return Counted(context, _per_cycle(sum(o.generated_tokens - 1 for o in outputs) + 1, cycles), each)
+        return Counted(context, 1 + sum(one.accepted or 0 for one in outputs) / cycles, each)
 
 
 class _DoesNotFit(Exception):

@@ -2,23 +2,21 @@
 
     {"format": 1, "device", "jax", "smcjax", "commit", "date", "model", "draft", "settings": {…},
      "strategies": [{"decoding": {"decoder", …options}, "law",
-                     "counted": [{"context", "tokens_per_cycle", "reached": [K], "prompts": [n]}, …],
+                     "counted": [{"context", "tokens_per_cycle", "prompts": [n]}, …],
                      "cells": [{"requests", "context", "ms", "windows": [w]}, …]}, …],
      "left_out": [{"strategy", "why"}, …]}
 
 `requests` are running ones, and so the slots of the batch; `context` is tokens of prompt and answer of each; `ms` is
 the median of windows, in milliseconds a cycle, through the engine (with `--clock cpu` of all cores, summed). `counted`
-has an entry for each context that prompts are nearest to in length: `reached` are the fractions of cycles whose
-accepted drafts reach positions 1 … K, `prompts` the mean tokens a cycle on each prompt. Older files have the three
-once, in the strategy itself. `model` and `draft` are fingerprints of the models as they were kept on the device. Every
-strategy has been measured at every load and context of the file, so that no two are compared by what only one of them
-was seen to do; what could not be is in `left_out`.
+has an entry for each context that prompts are nearest to in length: `prompts` are the mean tokens a cycle on each.
+`model` and `draft` are fingerprints of the models as they were kept on the device. Every strategy has been measured at
+every load and context of the file, so that no two are compared by what only one of them was seen to do; what could not
+be is in `left_out`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -59,21 +57,15 @@ class Counted:
     Attributes:
         context: the measured context that these prompts are nearest to in tokens.
         tokens_per_cycle: of one request in the mean.
-        reached: the fraction of cycles whose accepted drafts reach each position 1 … K; empty where none are rejected.
         prompts: tokens a cycle on each prompt.
     """
 
     context: int
     tokens_per_cycle: float
-    reached: tuple[float, ...] = ()
     prompts: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require({"counted context": self.context}, {"counted context": whole(1)})
-        if not all(isinstance(x, int | float) and 0 <= x <= 1 for x in self.reached):
-            raise ValueError(f"reached must be fractions from 0 to 1, got {short(self.reached)}.")
-        if any(later > earlier for earlier, later in itertools.pairwise(self.reached)):
-            raise ValueError(f"reached must not rise, as who reaches a position has passed others; got {self.reached}.")
         for value in (self.tokens_per_cycle, *self.prompts):
             if not _is_positive(value):
                 raise ValueError(f"tokens a cycle must be numbers above 0, got {short(value)}.")
@@ -97,9 +89,6 @@ class Measured:
         contexts = [one.context for one in self.counted]
         if not contexts or contexts != sorted({*contexts}):
             raise ValueError(f"{self.decoding} must have tokens counted at ascending contexts, got {short(contexts)}.")
-        for one in self.counted:
-            if one.reached and not (self.decoding.ragged and len(one.reached) == self.decoding.speculation.gamma):
-                raise ValueError(f"reached must have a fraction for each draft position of {self.decoding}.")
 
     @property
     def law(self) -> str:
@@ -226,18 +215,17 @@ def _measured(value: Any) -> Measured:
         if not isinstance(cell, dict) or not {"requests", "context", "ms"} <= cell.keys() <= set(_CELL):
             raise ValueError(f"a cell must have {', '.join(_CELL)}, got {short(cell)}.")
         cells.append(Cell(**{**cell, "windows": tuple(cell.get("windows", ()))}))
-    # Older files have one count for all contexts: at whichever it stands, it holds beyond as well.
-    counted = value.get("counted", [{**value, "context": cells[0].context}] if cells else [])
+    counted = value.get("counted")
     if not isinstance(counted, list) or not all(isinstance(one, dict) for one in counted):
         raise ValueError("counted must be a list of objects.")
     return Measured(from_json(value.get("decoding")), tuple(map(_counted, counted)), tuple(cells))
 
 
 def _counted(value: dict[str, Any]) -> Counted:
-    lists = {name: value.get(name, []) for name in ("reached", "prompts")}
-    if not all(isinstance(one, list) for one in lists.values()):
-        raise ValueError("reached and prompts must be lists of numbers.")
-    return Counted(value["context"], value["tokens_per_cycle"], tuple(lists["reached"]), tuple(lists["prompts"]))
+    prompts = value.get("prompts", [])
+    if not isinstance(prompts, list):
+        raise ValueError("prompts must be a list of numbers.")
+    return Counted(value["context"], value["tokens_per_cycle"], tuple(prompts))
 
 
 _CELL = tuple(field.name for field in dataclasses.fields(Cell))

@@ -72,7 +72,7 @@ def test_measuring(pair: Pair) -> None:
     assert [one.decoding for one in made.strategies] == list(SMALL.strategies)
     alone, drafting = made.strategies
     assert [one.prompts for one in alone.counted] == [(1.0, 1.0), (1.0,)]
-    assert [(one.context, len(one.reached), len(one.prompts)) for one in drafting.counted] == [(2, 2, 2), (8, 2, 1)]
+    assert [(one.context, len(one.prompts)) for one in drafting.counted] == [(2, 2), (8, 1)]
     assert all(1 <= one.tokens_per_cycle <= 3 for one in drafting.counted)
     assert [(cell.requests, cell.context, len(cell.windows)) for cell in alone.cells] == [(1, 2, 2), (1, 8, 2)]
     assert all(cell.ms > 0 for one in made.strategies for cell in one.cells)

@@ -38,9 +38,9 @@ def reached(gamma: int, rate: float) -> tuple[float, ...]:
 
 def measured(decoding: Decoding, times: Mapping[int, float], rate: float = 0.7, context: int = 1024) -> Measured:
     """A strategy at one context; `times` are milliseconds by load."""
-    depths = reached(decoding.speculation.gamma, rate) if decoding.ragged else ()
-    tokens = 1 + sum(depths) if decoding.ragged else float(decoding.tokens_per_cycle)
-    counted = Counted(context, tokens, depths, (tokens,))
+    ragged = 1 + sum(reached(decoding.speculation.gamma, rate))
+    tokens = ragged if decoding.ragged else float(decoding.tokens_per_cycle)
+    counted = Counted(context, tokens, (tokens,))
     return Measured(decoding, (counted,), tuple(Cell(n, context, ms) for n, ms in times.items()))
 
 

@@ -210,8 +210,8 @@ def test_tokens_go_by_context() -> None:
 def test_prompts_of_a_context_are_those_whose_gain_is_said() -> None:
     """Two documents of each length: choosing gains among the short ones alone, as between lengths nothing is chosen."""
     cells = tuple(Cell(1, context, 1.0) for context in (64, 1024))
-    short, long = Counted(64, 1.5, (), (1.0, 2.0)), Counted(1024, 2.0, (), (2.0, 2.0))
-    alone = tuple(Counted(context, 1.4, (), (1.4, 1.4)) for context in (64, 1024))
+    short, long = Counted(64, 1.5, (1.0, 2.0)), Counted(1024, 2.0, (2.0, 2.0))
+    alone = tuple(Counted(context, 1.4, (1.4, 1.4)) for context in (64, 1024))
     planner = Planner(profile(Measured(ALONE, alone, cells), Measured(Rejection(4), (short, long), cells)))
     (_, _, near), far = (gains_by_prompt(planner, "exact", context) or () for context in (64, 1024))
     assert near > 0.3
@@ -228,8 +228,8 @@ def test_the_gain_of_choosing_over_all_prompts() -> None:
     cells = tuple(Cell(1, context, 1.0) for context in (64, 1024))
 
     def planner(long: tuple[float, float]) -> Planner:
-        counted = (Counted(64, 2.0, (), (2.0, 2.0)), Counted(1024, 1.0, (), long))
-        alone = tuple(Counted(context, 1.0, (), (1.0, 1.0)) for context in (64, 1024))
+        counted = (Counted(64, 2.0, (2.0, 2.0)), Counted(1024, 1.0, long))
+        alone = tuple(Counted(context, 1.0, (1.0, 1.0)) for context in (64, 1024))
         return Planner(profile(Measured(ALONE, alone, cells), Measured(Rejection(4), counted, cells)))
 
     # Drafts take ½ + ½ + 2 + ½ = 3.5 cycles for a token of each, alone 4, by context ½ + ½ + 1 + 1, by prompt 2.5.
@@ -241,9 +241,9 @@ def test_the_gain_of_choosing_over_all_prompts() -> None:
 def test_gains_by_prompt_and_the_table() -> None:
     """On one prompt drafts help and on the other they do not: with hindsight each has its own."""
     times = {n: 10.0 + n for n in LOADS}
-    counted = Counted(64, 1.6, (0.4, 0.2), (2.6, 1.0))
+    counted = Counted(64, 1.6, (2.6, 1.0))
     drafting = Measured(Rejection(2), (counted,), tuple(Cell(n, 64, 1.5 * ms) for n, ms in times.items()))
-    counted = Counted(64, 1.0, (), (1.0, 1.0))
+    counted = Counted(64, 1.0, (1.0, 1.0))
     alone = Measured(ALONE, (counted,), tuple(Cell(n, 64, ms) for n, ms in times.items()))
     made = profile(alone, drafting)
     low, middle, high = gains_by_prompt(Planner(made), "exact", 64) or (0, 0, 0)

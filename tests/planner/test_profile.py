@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from smcjax.decoders import SMC, Autoregressive, Rejection
-from smcjax.planner import Cell, Counted, Measured, Planner, Profile
+from smcjax.planner import Cell, Counted, Measured, Profile
 from smcjax.planner.laws import as_json, from_json
 from smcjax.sparse.verification import SparseVerification
 from tests.planner.tables import EXACT, LOADS, OTHERS, measured
@@ -66,29 +66,6 @@ def test_a_stored_decoder_without_a_control_has_none() -> None:
     assert from_json({**old, "pipelined": True}) == SMC(4, pipelined=True)
 
 
-def test_files_of_before_have_one_count_for_all_contexts() -> None:
-    """As they were written before tokens were counted by context: in the strategy, with no context.
-
-    Control: the same counts at one of two contexts, beside others.
-    """
-    drafting = EXACT[3]
-    strategies = (at_two_contexts(drafting, 3.0, 1.5), at_two_contexts(EXACT[0], 1.0, 1.0))
-    two = dataclasses.replace(MADE, strategies=strategies)
-    value = json.loads(json.dumps(two.as_json()))
-    for strategy in value["strategies"]:
-        del strategy["counted"][0]["context"]
-        strategy |= strategy.pop("counted")[0]
-    old, new = Planner(Profile.from_json(value)), Planner(two)
-    contexts = (1, 64, 1024, 9999)
-    assert [old.tokens_per_cycle(drafting, context) for context in contexts] == pytest.approx([3.0] * 4)
-    assert [new.tokens_per_cycle(drafting, context) for context in contexts] == pytest.approx([3, 3, 1.5, 1.5])
-
-
-def at_two_contexts(decoding: Any, short: float, long: float) -> Measured:
-    counted = (Counted(64, short, (), (short,)), Counted(1024, long, (), (long,)))
-    return Measured(decoding, counted, tuple(Cell(1, context, 1.0) for context in (64, 1024)))
-
-
 def edited(*path: Any, to: Any = None, without: bool = False) -> Callable[[Any], None]:
     def edit(value: Any) -> None:
         for step in path[:-1]:
@@ -117,12 +94,9 @@ FIRST = ("strategies", 2, "counted", 0)
         (edited("strategies", 1, "decoding", "speed", to=9), "Rejection has no option 'speed'"),
         (edited("strategies", 1, "decoding", "gamma", to=0), "gamma must be a whole number from 1 to 64, got 0"),
         (edited("strategies", -2, "decoding", "sparse", "pace", to=1), "SparseVerification has no option 'pace'"),
-        (edited(*FIRST, "reached", to=[0.5]), "reached must have a fraction for each draft position"),
-        (edited(*FIRST, "reached", to=[0.2, 0.5]), "reached must not rise"),
-        (edited(*FIRST, "reached", to=[2, 1]), "reached must be fractions from 0 to 1"),
         (edited(*FIRST, "tokens_per_cycle", to=0), "tokens a cycle must be numbers above 0, got 0"),
         (edited(*FIRST, "tokens_per_cycle", without=True), "tokens_per_cycle"),
-        (edited(*FIRST, "prompts", to="x"), "reached and prompts must be lists of numbers"),
+        (edited(*FIRST, "prompts", to="x"), "prompts must be a list of numbers"),
         (edited(*FIRST, "context", to=0), "counted context must be a whole number of at least 1, got 0"),
         (edited("strategies", 2, "counted", to=[]), "must have tokens counted at ascending contexts, got []"),
         (edited("strategies", 2, "counted", to=3), "counted must be a list of objects"),
