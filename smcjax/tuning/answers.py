@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
+from smcjax.decoders import Autoregressive, Rejection
 from smcjax.engine.llm import LLM
-from smcjax.engine.requests.requests import Prompt
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.results.outputs import RequestOutput
 
+Asked = str | list[dict[str, Any]]  # a prompt, or messages
 _WIDTHS = 64  # rows are padded to multiples of this
 
 
@@ -35,32 +37,68 @@ class Answers:
         return int(self.answer.max())
 
 
-def sample_answers(
-    llm: LLM, prompts: Sequence[Prompt], *, temperature: float, max_tokens: int, seed: int, use_tqdm: bool = False
-) -> Answers:
-    """One sample of the target's law for each prompt, by an exact decoder; prompts whose request fails are left out.
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the target's answers are drawn: by an exact decoder, with the draft as it is.
 
-    Raises ValueError where none is left, or a prompt cannot run.
+    Attributes:
+        temperature: of target and draft, here and in the divergences: the one that SMC is to run at.
+        max_tokens: of an answer, at most.
+        seed: of all answers.
+        max_num_seqs: requests at once.
+        max_model_len: prompt and answer together; None: what the models allow.
     """
-    outputs = sample_outputs(llm, prompts, temperature=temperature, max_tokens=max_tokens, seed=seed, use_tqdm=use_tqdm)
-    return answers_of(outputs)
+
+    temperature: float = 0.7
+    max_tokens: int = 256
+    seed: int = 0
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
 
 
 def sample_outputs(
-    llm: LLM, prompts: Sequence[Prompt], *, temperature: float, max_tokens: int, seed: int, use_tqdm: bool = False
-) -> list[RequestOutput]:
-    """The outputs that `sample_answers` makes rows of."""
-    if not llm.decoding.exact:
-        raise ValueError(f"the decoder is {llm.decoding}, whose answers are not the target's own; use an exact one.")
-    params = [
-        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=(seed * 1_000_003 + index) & MAX_SEED)
-        for index in range(len(prompts))
-    ]
-    outputs = llm.generate(list(prompts), params, use_tqdm=use_tqdm)
-    outputs = [one for one in outputs if one.error is None and one.outputs[0].token_ids]
-    if not outputs:
-        raise ValueError("prompts gave no answer of the target; look at its answers by smcjax generate.")
-    return outputs
+    sampling: Sampling,
+    kinds: Sequence[Sequence[Asked]],
+    *,
+    samples: int = 1,
+    on_line: Callable[[str], None] = lambda _: None,
+    **models: Any,
+) -> list[list[RequestOutput]]:
+    """The target's answers to prompts of several kinds, `samples` of each prompt; requests that fail are left out.
+
+    Each output has the text of its prompt. `models` are arguments of `LLM`. Raises ValueError where a kind has no
+    answer, or a prompt cannot run.
+    """
+    began, found = time.perf_counter(), []
+    alone = models["model"] is not None and models.get("draft_model") is None
+    with LLM(
+        **models,
+        decoding=Autoregressive() if alone else Rejection(8),
+        max_num_seqs=sampling.max_num_seqs,
+        max_model_len=sampling.max_model_len,
+        compile_at_start=False,
+    ) as llm:
+        decode = (lambda ids: "") if llm.tokenizer is None else llm.tokenizer.decode
+        for number, asked in enumerate(kinds):
+            prompts = [one if isinstance(one, str) else llm.chat_prompt(one) for one in asked for _ in range(samples)]
+            seed = (2 * sampling.seed + number) * 1_000_003
+            params = [
+                SamplingParams(
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    seed=(seed + index) & MAX_SEED,
+                )
+                for index in range(len(prompts))
+            ]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = [one for one in outputs if one.error is None and one.outputs[0].token_ids]
+            if not outputs:
+                raise ValueError("prompts gave no answer of the target; look at its answers by smcjax generate.")
+            # The prompt that a potential of text is asked about, as in `smcjax.engine.results.steering`.
+            texts = (one.prompt if one.prompt is not None else decode(one.prompt_token_ids) for one in outputs)
+            found.append([dataclasses.replace(one, prompt=text) for one, text in zip(outputs, texts, strict=True)])
+    on_line(f"answers of the target drawn in {time.perf_counter() - began:.0f} s")
+    return found
 
 
 def answers_of(outputs: Sequence[RequestOutput]) -> Answers:

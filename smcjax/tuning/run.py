@@ -18,11 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from smcjax.decoders import Rejection
-from smcjax.engine.llm import LLM
 from smcjax.engine.run.settings import own_settings
 from smcjax.model.params import Params
-from smcjax.tuning.answers import Answers, Batches, sample_answers
+from smcjax.tuning.answers import Answers, Asked, Batches, Sampling, answers_of, sample_outputs
 from smcjax.tuning.laws import TargetStates
 from smcjax.tuning.measure import Figures, measure
 from smcjax.tuning.pair import Paths, load_pair, write_draft
@@ -30,28 +28,8 @@ from smcjax.tuning.state import leaves_by_number, read_arrays, require_same, tre
 from smcjax.tuning.train import Objective, Schedule, train
 from smcjax.viz.trace_file import write_atomically
 
-Asked = str | list[dict[str, Any]]  # a prompt, or messages
 MARKS = 10  # figures on held-out answers and states, in a training
 LINES = 20  # of progress
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the target's answers are drawn: one a prompt, by an exact decoder with the draft as it is.
-
-    Attributes:
-        temperature: of target and draft, here and in the divergences: the one that SMC is to run at.
-        max_tokens: of an answer, at most.
-        seed: of all answers.
-        max_num_seqs: requests at once.
-        max_model_len: prompt and answer together; None: what the models allow.
-    """
-
-    temperature: float = 0.7
-    max_tokens: int = 256
-    seed: int = 0
-    max_num_seqs: int = 32
-    max_model_len: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,29 +150,15 @@ def _answers(
             Answers(*(arrays[f"{kind}/{one.name}"] for one in dataclasses.fields(Answers))) for kind in kinds
         )
         return train, apart
-    began = time.perf_counter()
-    found = []
-    with LLM(
-        str(paths.target),
+    outputs = sample_outputs(
+        sampling,
+        (prompts, held_out),
+        on_line=on_line,
+        model=str(paths.target),
         draft_model=str(paths.draft),
         draft_drop_layers=list(paths.dropped) or None,
-        decoding=Rejection(8),
-        max_num_seqs=sampling.max_num_seqs,
-        max_model_len=sampling.max_model_len,
-        compile_at_start=False,
-    ) as llm:
-        for number, asked in enumerate((prompts, held_out)):
-            written = [one if isinstance(one, str) else llm.chat_prompt(one) for one in asked]
-            found.append(
-                sample_answers(
-                    llm,
-                    written,
-                    temperature=sampling.temperature,
-                    max_tokens=sampling.max_tokens,
-                    seed=2 * sampling.seed + number,
-                )
-            )
-    on_line(f"answers of the target drawn in {time.perf_counter() - began:.0f} s")
+    )
+    found = [answers_of(one) for one in outputs]
     arrays = {
         f"{kind}/{name}": array for kind, one in zip(kinds, found, strict=True) for name, array in vars(one).items()
     }

@@ -24,10 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoders import Autoregressive, Rejection
 from smcjax.decoders.parts import Potential, hidden_size_of
 from smcjax.decoders.text_potential import TextPotential
-from smcjax.engine.llm import LLM
 from smcjax.engine.results.outputs import RequestOutput
 from smcjax.engine.run.settings import own_settings
 from smcjax.model.files.checkpoint import load_checkpoint, resolve_model_path
@@ -36,9 +34,9 @@ from smcjax.model.params import Params
 from smcjax.normalize import short
 from smcjax.smc import potential as of_tokens
 from smcjax.smc.twist import Twist, TwistParams
-from smcjax.tuning.answers import Answers, Batch, Batches, answers_of, sample_outputs
+from smcjax.tuning.answers import Answers, Asked, Batch, Batches, Sampling, answers_of, sample_outputs
 from smcjax.tuning.laws import Laws, TargetStates, log_ratio_of
-from smcjax.tuning.run import LINES, MARKS, Asked, Sampling
+from smcjax.tuning.run import LINES, MARKS
 from smcjax.tuning.train import Schedule, minimise
 from smcjax.viz.trace_file import write_atomically
 
@@ -97,7 +95,8 @@ def tune_twist(
     potentials that are refused (`require_trainable`), fail, or forbid every answer.
     """
     require_trainable(potential)
-    found = _drawn(model, draft_model, [prompts, held_out], samples, sampling, on_line)
+    kinds = (prompts, held_out)
+    found = sample_outputs(sampling, kinds, samples=samples, on_line=on_line, model=model, draft_model=draft_model)
     config, params = load_checkpoint(bundled_model("target") if model is None else resolve_model_path(model))
     laws = Laws(config, config, config.vocab_size, sampling.temperature)
     data, apart = (Gains.of(laws, params, potential, outputs, batch_tokens) for outputs in found)
@@ -283,40 +282,4 @@ def answers_logprobs(
         for row, own, counted in zip(batch.rows, made, batch.counted, strict=True):
             length, begin = int(counted.sum()), int(answers.prompt[row])
             found[row, begin : begin + length] = own[:length]
-    return found
-
-
-def _drawn(
-    model: str | None,
-    draft_model: str | None,
-    kinds: Sequence[Sequence[Asked]],
-    samples: int,
-    sampling: Sampling,
-    on_line: Callable[[str], None],
-) -> list[list[RequestOutput]]:
-    """`samples` answers of the target to each prompt of each kind."""
-    began, found = time.perf_counter(), []
-    alone = model is not None and draft_model is None
-    with LLM(
-        model,
-        draft_model=draft_model,
-        decoding=Autoregressive() if alone else Rejection(8),
-        max_num_seqs=sampling.max_num_seqs,
-        max_model_len=sampling.max_model_len,
-        compile_at_start=False,
-    ) as llm:
-        decode = (lambda ids: "") if llm.tokenizer is None else llm.tokenizer.decode
-        for number, asked in enumerate(kinds):
-            written = [one if isinstance(one, str) else llm.chat_prompt(one) for one in asked for _ in range(samples)]
-            outputs = sample_outputs(
-                llm,
-                written,
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                seed=2 * sampling.seed + number,
-            )
-            # The prompt that a potential of text is asked about, as in `smcjax.engine.results.steering`.
-            texts = (one.prompt if one.prompt is not None else decode(one.prompt_token_ids) for one in outputs)
-            found.append([dataclasses.replace(one, prompt=text) for one, text in zip(outputs, texts, strict=True)])
-    on_line(f"answers of the target drawn in {time.perf_counter() - began:.0f} s")
     return found

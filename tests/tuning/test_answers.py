@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from smcjax.engine.llm import LLM
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.model import init_params
 from smcjax.model.decoder import logits
 from smcjax.model.params import Params
-from smcjax.tuning.answers import Answers, Batches, sample_answers
+from smcjax.tuning.answers import Answers, Batches, Sampling, answers_of, sample_outputs
 from smcjax.tuning.laws import Laws, TargetStates, token_figures
 from smcjax.tuning.measure import mean_of_all, measure
 from tests.checkpoints import write_pair
@@ -120,16 +121,17 @@ def test_intervals_hold_means() -> None:
 
 def test_answers_are_the_engines(tmp_path_factory: pytest.TempPathFactory) -> None:
     pair = write_pair(tmp_path_factory.mktemp("pair"))
-    from smcjax.decoders import SMC, Autoregressive
-
-    with LLM(pair.target, decoding=Autoregressive(), max_model_len=32, max_num_seqs=2) as llm:
-        answers = sample_answers(llm, ["ab", "hello", "c"], temperature=0.9, max_tokens=5, seed=4)
-        outputs = llm.generate(["ab", "hello", "c"], use_tqdm=False)
+    sampling = Sampling(temperature=0.9, max_tokens=5, seed=2, max_num_seqs=2, max_model_len=32)
+    kinds = (["ab", "c"], ["hello"])
+    found, (other, _) = sample_outputs(sampling, kinds, samples=2, model=str(pair.target))
+    answers = answers_of(found)
+    with LLM(pair.target, max_model_len=32) as llm:
+        outputs = llm.generate([prompt for prompt in kinds[0] for _ in range(2)], use_tqdm=False)
+        seed = 5 * 1_000_003 & MAX_SEED
+        params = SamplingParams(max_tokens=5, temperature=0.9, seed=seed)
+        assert llm.generate("hello", params)[0].outputs[0].token_ids == other.outputs[0].token_ids
     assert answers.prompt.tolist() == [len(one.prompt_token_ids) for one in outputs]
     assert (answers.answer <= 5).all()
-    assert answers.tokens[1, :5].tolist() == list(outputs[1].prompt_token_ids)
-    with (
-        LLM(pair.target, draft_model=pair.draft, decoding=SMC(2, 2), max_model_len=32) as llm,
-        pytest.raises(ValueError, match=r"SMC.* not the target's own; use an exact one"),
-    ):
-        sample_answers(llm, ["ab"], temperature=0.9, max_tokens=5, seed=4)
+    for row, one in zip(answers.tokens, outputs, strict=True):
+        assert row[: len(one.prompt_token_ids)].tolist() == list(one.prompt_token_ids)
+    assert found[0].outputs[0].token_ids != found[1].outputs[0].token_ids, "two draws of one prompt"

@@ -14,8 +14,9 @@ import pytest
 from smcjax.model import drop_layers, load_checkpoint
 from smcjax.tokenizer.tokenizer import Tokenizer
 from smcjax.tuning import run
+from smcjax.tuning.answers import Sampling
 from smcjax.tuning.pair import Paths
-from smcjax.tuning.run import Report, Sampling, tune
+from smcjax.tuning.run import Report, tune
 from smcjax.tuning.train import Objective, Schedule
 from tests.checkpoints import Pair, write_model, write_pair
 
@@ -104,7 +105,7 @@ def test_an_interrupted_training_goes_on(
     assert not (output / "model.safetensors").exists()
     with pytest.raises(ValueError, match=r"seed is 1 and was 0 in the training that .*draft holds; give it as it was"):
         tuned(output, seed=1)
-    monkeypatch.setattr(run, "LLM", None)  # answers are not drawn again
+    monkeypatch.setattr(run, "sample_outputs", None)  # answers are not drawn again
     report = tuned(output, on_line=lines.append)
     assert any(line == "going on at step 12 of 20" for line in lines)
     assert (output / "model.safetensors").read_bytes() == (whole[0] / "model.safetensors").read_bytes()

@@ -13,7 +13,7 @@ import pytest
 
 from smcjax import TextPotential, smc
 from smcjax.smc.twist import TwistParams
-from smcjax.tuning.run import Sampling
+from smcjax.tuning.answers import Sampling
 from smcjax.tuning.train import Schedule
 from smcjax.tuning.twist import STEEPEST, Given, loss, of_rows, require_trainable, tune_twist
 from tests.checkpoints import Pair, write_pair

@@ -21,6 +21,7 @@ from smcjax.errors import extra_missing
 from smcjax.tasks.questions import LONGEST_ANSWER, TASKS
 
 if TYPE_CHECKING:
+    from smcjax.tuning.answers import Sampling
     from smcjax.tuning.measure import Figures
 
 HELD_OUT = 256  # prompts, at most
@@ -38,10 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     training.add_argument("-K", "--gamma", type=whole(1, 64), default=8, help="draft tokens a cycle, as SMC has (8)")
     training.add_argument("--order", type=above(1, 4), default=1.5, help="of Rényi's divergence (1.5; 2: χ²)")
     training.add_argument("--kl-share", type=share, default=0.25, help="share of the KL divergence (0.25)")
-    training.add_argument("--steps", type=whole(1, 10_000_000), default=1000, help="updates (1000)")
-    training.add_argument("--batch-tokens", type=whole(16, 1 << 24), default=4096, help="of an update (4096)")
-    training.add_argument("--learning-rate", type=above(0, 1), default=3e-4, help="at its peak (0.0003)")
-    training.add_argument("--seed", type=whole(0, MAX_SEED // 2), default=0, help="of all randomness (0)")
+    add_training_options(training, learning_rate=3e-4)
     files = parser.add_argument_group("files")
     files.add_argument("-o", "--output", required=True, metavar="DIR", help="the draft's directory")
     files.add_argument("--resume", action="store_true", help="go on where a run with this output was interrupted")
@@ -64,6 +62,29 @@ def add_answers_options(parser: argparse.ArgumentParser, num_prompts: int) -> No
     answers.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
 
 
+def add_training_options(group: argparse._ArgumentGroup, learning_rate: float) -> None:
+    """Declares how long and how fast to train."""
+    group.add_argument("--steps", type=whole(1, 10_000_000), default=1000, help="updates (1000)")
+    group.add_argument("--batch-tokens", type=whole(16, 1 << 24), default=4096, help="of an update (4096)")
+    group.add_argument(
+        "--learning-rate", type=above(0, 1), default=learning_rate, help=f"at its peak ({learning_rate:g})"
+    )
+    group.add_argument("--seed", type=whole(0, MAX_SEED // 2), default=0, help="of all randomness (0)")
+
+
+def sampling_of(args: argparse.Namespace, requests: int) -> Sampling:
+    """How the target answers, in that many requests."""
+    from smcjax.tuning.answers import Sampling
+
+    return Sampling(
+        temperature=args.temperature,
+        max_tokens=args.max_tokens or LONGEST_ANSWER.get(args.prompts, 256),
+        seed=args.seed,
+        max_num_seqs=min(args.max_num_seqs, requests),
+        max_model_len=args.max_model_len,
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Trains, writes the draft with its report and picture, prints figures before and after."""
     output = Path(args.output)
@@ -75,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     require_optax("smcjax tune-draft")
 
     from smcjax.tuning.pair import Paths
-    from smcjax.tuning.run import Sampling, tune
+    from smcjax.tuning.run import tune
     from smcjax.tuning.train import Objective, Schedule
     from smcjax.viz.charts import draw_tuning
 
@@ -84,13 +105,7 @@ def run(args: argparse.Namespace) -> int:
         prompts,
         held_out,
         output,
-        sampling=Sampling(
-            temperature=args.temperature,
-            max_tokens=args.max_tokens or LONGEST_ANSWER.get(args.prompts, 256),
-            seed=args.seed,
-            max_num_seqs=min(args.max_num_seqs, len(prompts)),
-            max_model_len=args.max_model_len,
-        ),
+        sampling=sampling_of(args, len(prompts)),
         objective=Objective(args.order, args.kl_share, args.gamma),
         schedule=Schedule(args.steps, args.learning_rate, args.seed),
         batch_tokens=args.batch_tokens,

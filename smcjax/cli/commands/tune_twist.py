@@ -11,13 +11,18 @@ import dataclasses
 import json
 from pathlib import Path
 
-from smcjax.cli.commands.tune_draft import add_answers_options, asked_prompts, require_optax, require_writable
+from smcjax.cli.commands.tune_draft import (
+    add_answers_options,
+    add_training_options,
+    asked_prompts,
+    require_optax,
+    require_writable,
+    sampling_of,
+)
 from smcjax.cli.options import add_quiet_option, remark
-from smcjax.cli.parser import above, whole
+from smcjax.cli.parser import whole
 from smcjax.cli.potentials import imported_potential, is_place
-from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.normalize import short
-from smcjax.tasks.questions import LONGEST_ANSWER
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -36,10 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     training = parser.add_argument_group("training")
     training.add_argument("--samples", type=whole(1, 1024), default=8, help="answers to a prompt (8)")
     training.add_argument("--units", type=whole(1, 4096), default=32, help="of the hidden layer (32)")
-    training.add_argument("--steps", type=whole(1, 10_000_000), default=1000, help="updates (1000)")
-    training.add_argument("--batch-tokens", type=whole(16, 1 << 24), default=4096, help="of an update (4096)")
-    training.add_argument("--learning-rate", type=above(0, 1), default=3e-3, help="at its peak (0.003)")
-    training.add_argument("--seed", type=whole(0, MAX_SEED // 2), default=0, help="of all randomness (0)")
+    add_training_options(training, learning_rate=3e-3)
     files = parser.add_argument_group("files")
     files.add_argument("-o", "--output", required=True, metavar="FILE", help="the twist's file, as twist.safetensors")
     files.add_argument("--json", action="store_true", help="one JSON line last")
@@ -63,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     prompts, held_out = asked_prompts(args)
     require_optax("smcjax tune-twist")
 
-    from smcjax.tuning.run import Sampling
     from smcjax.tuning.train import Schedule
     from smcjax.tuning.twist import tune_twist
 
@@ -75,13 +76,7 @@ def run(args: argparse.Namespace) -> int:
         prompts,
         held_out,
         output,
-        sampling=Sampling(
-            temperature=args.temperature,
-            max_tokens=args.max_tokens or LONGEST_ANSWER.get(args.prompts, 256),
-            seed=args.seed,
-            max_num_seqs=args.max_num_seqs,
-            max_model_len=args.max_model_len,
-        ),
+        sampling=sampling_of(args, args.samples * len(prompts)),
         schedule=Schedule(args.steps, args.learning_rate, args.seed),
         samples=args.samples,
         units=args.units,
