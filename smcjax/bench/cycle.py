@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -353,13 +354,56 @@ class Bench:
 
 def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -> CycleResult:
     """Times one case. Raises ValueError for what does not fit the device, before it is taken."""
+    (result,) = run_cases(models, [case], bandwidth=bandwidth)
+    return result
+
+
+def run_cases(
+    models: Models,
+    cases: Sequence[Case],
+    *,
+    bandwidth: float | None = None,
+    on_result: Callable[[str], None] = lambda _: None,
+) -> list[CycleResult]:
+    """Times the cases, of one implementation, on one set of weights; `on_result` hears one line each as they end.
+
+    Programs are compiled side by side. Then each case takes its KV, is timed and gives the KV back, so that nothing
+    else runs or takes memory beside a measurement. Cases that differ in nothing but their context take turns, a window
+    each: clocks fall as a device warms up, and what a longer context adds is the difference of windows that followed
+    each other.
+    """
     enable_compilation_cache()
-    require_pair(models, case)
-    require_room(models, case)
-    draft_params = models.draft_params(case.implementation) if case.decoding.drafts else None
-    bench = Bench(models, case, models.target_params(case.implementation), draft_params)
-    bench.compile()
-    return bench.measure(Rates.measure(models.target_config.dtype, bandwidth))
+    with_draft = any(case.decoding.drafts for case in cases)
+    for case in cases:
+        require_pair(models, case)
+        require_room(models, case)
+    (implementation,) = {case.implementation for case in cases}
+    target = models.target_params(implementation)
+    draft = models.draft_params(implementation) if with_draft else None
+    rates = Rates.measure(models.target_config.dtype, bandwidth)
+    benches = [Bench(models, case, target, draft) for case in cases]
+    compile_together([bench.wanted() for bench in benches])
+    compared: dict[tuple[object, ...], list[Bench]] = {}
+    for bench in benches:
+        case = bench.case
+        but_context = (case.decoding.name, case.groups, case.rows, case.advance, case.windows)
+        compared.setdefault(but_context, []).append(bench)
+    results: dict[Bench, CycleResult] = {}
+    for together in compared.values():
+        results |= zip(together, _in_turns(together, rates, on_result), strict=True)
+    return [results[bench] for bench in benches]
+
+
+def _in_turns(benches: Sequence[Bench], rates: Rates, on_result: Callable[[str], None]) -> list[CycleResult]:
+    """Times cases that take turns, a window each."""
+    began = time.perf_counter()
+    rounds = [[bench.time_window() for bench in benches] for _ in range(benches[0].case.windows)]
+    each = (time.perf_counter() - began) / len(benches)
+    results = []
+    for bench, windows in zip(benches, zip(*rounds, strict=True), strict=True):
+        results.append(bench.result(list(windows), rates))
+        on_result(f"{described(bench.case)}: {results[-1].ms:.2f} ms ({each:.1f} s)")
+    return results
 
 
 def require_pair(models: Models, case: Case) -> None:

@@ -26,8 +26,8 @@ class Models:
 
     `attention` names the kind that the target has in all layers; None leaves the shape's own. `target_layers`: how many
     of its layers the target has; None: all. `tensor_parallel_size` devices hold the target together, and the draft
-    where that is `draft_divided`. `collectives` of these are "auto", or "xla": all by XLA. With `separate_draft` each
-    of two devices has both models whole, and one drafts while the other scores.
+    where that is `draft_divided`. With `separate_draft` each of two devices has both models whole, and one drafts while
+    the other scores.
     """
 
     target: str
@@ -38,7 +38,6 @@ class Models:
     target_layers: int | None = None
     tensor_parallel_size: int = 1
     draft_divided: bool = False
-    collectives: str = "auto"
     separate_draft: bool = False
 
     def __post_init__(self) -> None:
@@ -88,7 +87,7 @@ class Models:
         if self.parallel is None:
             return None
         draft = self.draft_config if self.draft_divided else None
-        return ShardedPrograms(self.parallel, self.target_config, draft, by_peers=self.collectives != "xla")
+        return ShardedPrograms(self.parallel, self.target_config, draft)
 
     def collectives_of(self, implementation: str) -> str | None:
         """Names how devices sum and gather: "peers", wherever these take it, or "xla"; None on one device."""

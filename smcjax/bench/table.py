@@ -1,9 +1,6 @@
 """`smcjax bench table`: the cycle over contexts, particles, draft lengths and batch sizes, in one process.
 
-Weights are made once and serve all cases, whose programs are compiled side by side. Then each case takes its KV, is
-timed and gives the KV back, so that nothing else runs or takes memory beside a measurement. KV is synthetic. Cases that
-differ in nothing but their context take turns, a window each: clocks fall as a device warms up, and what a longer
-context adds is the difference of windows that followed each other.
+KV is synthetic. Cases that differ in nothing but their context take turns (`smcjax.bench.cycle.run_cases`).
 """
 
 from __future__ import annotations
@@ -12,14 +9,11 @@ import dataclasses
 import functools
 import operator
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from smcjax.bench.cycle import WARMUP, Bench, Case, CycleResult, Rates, described, require_pair, require_room
-from smcjax.bench.models import Models
+from smcjax.bench.cycle import WARMUP, Case, CycleResult
 from smcjax.decoders import SMC, Autoregressive, Decoding
-from smcjax.engine.run.programs import compile_together, enable_compilation_cache
 from smcjax.markdown import table
 
 CONTEXTS = (256, 4096, 16_384, 32_768)
@@ -81,44 +75,6 @@ def standard_cases(
     cases += [case(base, groups, requests_context) for groups in requests]
     cases.append(case(Autoregressive(), 1, contexts[0]))
     return cases
-
-
-def run_cases(
-    models: Models, cases: Sequence[Case], *, bandwidth: float | None = None, on_result: Callable[[str], None]
-) -> list[CycleResult]:
-    """Times the cases, of one implementation, on one set of weights; `on_result` hears one line each as they end."""
-    enable_compilation_cache()
-    with_draft = any(case.decoding.drafts for case in cases)
-    for case in cases:
-        require_pair(models, case)
-        require_room(models, case)
-    (implementation,) = {case.implementation for case in cases}
-    target = models.target_params(implementation)
-    draft = models.draft_params(implementation) if with_draft else None
-    rates = Rates.measure(models.target_config.dtype, bandwidth)
-    benches = [Bench(models, case, target, draft) for case in cases]
-    compile_together([bench.wanted() for bench in benches])
-    compared: dict[tuple[object, ...], list[Bench]] = {}
-    for bench in benches:
-        case = bench.case
-        but_context = (case.decoding.name, case.groups, case.rows, case.advance, case.windows)
-        compared.setdefault(but_context, []).append(bench)
-    results: dict[Bench, CycleResult] = {}
-    for together in compared.values():
-        results |= zip(together, _in_turns(together, rates, on_result), strict=True)
-    return [results[bench] for bench in benches]
-
-
-def _in_turns(benches: Sequence[Bench], rates: Rates, on_result: Callable[[str], None]) -> list[CycleResult]:
-    """Times cases that take turns, a window each."""
-    began = time.perf_counter()
-    rounds = [[bench.time_window() for bench in benches] for _ in range(benches[0].case.windows)]
-    each = (time.perf_counter() - began) / len(benches)
-    results = []
-    for bench, windows in zip(benches, zip(*rounds, strict=True), strict=True):
-        results.append(bench.result(list(windows), rates))
-        on_result(f"{described(bench.case)}: {results[-1].ms:.2f} ms ({each:.1f} s)")
-    return results
 
 
 def markdown(results: Sequence[CycleResult]) -> str:

@@ -43,12 +43,6 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     parser.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's weights (default: bfloat16)")
     parser.add_argument("--target-layers", type=COUNT, metavar="L", help="of the target's layers, as many (all)")
     add_parallel_options(parser, usual_draft="1")
-    parser.add_argument(
-        "--collectives",
-        choices=("auto", "xla"),
-        default="auto",
-        help="sums and gathers over devices; xla: none by kernels that write into each other's memory",
-    )
     if sizes:
         parser.add_argument(
             "-N", "--n-particles", type=ROWS, default=8, help="particles, or candidates of rejection (8)"
@@ -147,7 +141,6 @@ def shape_models(args: argparse.Namespace) -> Models:
         args.target_layers,
         args.tensor_parallel_size,
         draft_divided=args.tensor_parallel_size > 1 and args.draft_tensor_parallel_size == args.tensor_parallel_size,
-        collectives=args.collectives,
         separate_draft=getattr(args, "separate_draft", False),
     )
     print(f"Making random weights: {models.target}, {models.draft} …", file=sys.stderr)

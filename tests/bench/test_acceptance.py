@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from smcjax.bench import table as bench_table
+from smcjax.bench import cycle as bench_cycle
 from smcjax.bench.acceptance import acceptance_cases, break_even, expected_tokens, markdown, rival, rows_of
 from smcjax.bench.cycle import CycleResult
 from smcjax.cli.main import main
@@ -160,7 +160,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 def test_bad_options(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_table, "run_cases", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr(bench_cycle, "run_cases", lambda *_, **__: pytest.fail("work began"))
     assert main(["bench", "acceptance", *SHAPES, *arguments]) == 2
     out, err = capsys.readouterr()
     assert message in err

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from smcjax.bench import cycle, table
-from smcjax.bench.cycle import Bench, CycleResult, described
+from smcjax.bench import cycle
+from smcjax.bench.cycle import Bench, CycleResult, described, run_cases
 from smcjax.bench.models import Models
-from smcjax.bench.table import markdown, run_cases, standard_cases
+from smcjax.bench.table import markdown, standard_cases
 from smcjax.decoders import SMC, Autoregressive
 
 pytestmark = pytest.mark.compiled_at_once
@@ -93,7 +93,7 @@ def test_cases_that_differ_in_context_take_turns(monkeypatch: pytest.MonkeyPatch
         return float(len(turns))
 
     monkeypatch.setattr(Bench, "time_window", time_window)
-    monkeypatch.setattr(table, "compile_together", lambda _: None)
+    monkeypatch.setattr(cycle, "compile_together", lambda _: None)
     monkeypatch.setattr(cycle, "measure_flop_rate", lambda _: 1e12)
     cases = standard_cases(
         n_particles=2, gamma=2, contexts=[8, 16], requests=[1, 2], requests_context=12, page_size=4, windows=2, cycles=2

@@ -14,7 +14,6 @@ import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
 from smcjax.bench import cycle
-from smcjax.bench import table as bench_table
 from smcjax.bench.cycle import Case, CycleResult
 from smcjax.bench.models import Models
 from smcjax.viz.trace_file import load_trace
@@ -239,7 +238,7 @@ def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.Monkey
         options["on_result"]("a case: 1 ms")
         return [CycleResult(**figures)] * len(cases)
 
-    monkeypatch.setattr(bench_table, "run_cases", run_cases)
+    monkeypatch.setattr(cycle, "run_cases", run_cases)
     options = ["--draft-quantization", "int8", "--attention", "nsa"]
     result = smcjax("bench", "table", "--contexts", "32", "--requests", *options, "--save", saved)
     assert result.code == 0

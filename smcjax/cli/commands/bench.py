@@ -242,7 +242,7 @@ def _how(args: argparse.Namespace) -> dict[str, Any]:
 
 def _timed(args: argparse.Namespace, cases: Sequence[Case]) -> tuple[Models, list[CycleResult]]:
     """The cases on one set of weights; a line each as they end."""
-    from smcjax.bench.table import run_cases
+    from smcjax.bench.cycle import run_cases
 
     models = shape_models(args)
     return models, run_cases(models, cases, bandwidth=_bandwidth(args), on_result=remark)

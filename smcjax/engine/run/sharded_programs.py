@@ -45,20 +45,18 @@ class ShardedPrograms:
         parallel: the devices.
         target: config of the whole target; programs are made with `parallel.local(target)`.
         draft: config of the whole draft model if it is divided like the target; None: the proposer is replicated.
-        by_peers: whether devices may write into each other's memory; otherwise all collectives are XLA's.
     """
 
     parallel: TensorParallel
     target: ModelConfig
     draft: ModelConfig | None = None
-    by_peers: bool = True
 
     def has_peers(self, implementation: str) -> bool:
         """True if programs of `implementation` sum and gather by kernels that write into peers' memory.
 
         Otherwise all sums and gathers over devices are XLA's.
         """
-        if not self.by_peers or implementation not in ("auto", "mosaic") or not supports_peers(self.parallel.size):
+        if implementation not in ("auto", "mosaic") or not supports_peers(self.parallel.size):
             return False
         return _reach_each_other(tuple(self.parallel.mesh.devices.flat))
 
