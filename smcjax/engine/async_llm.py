@@ -46,7 +46,7 @@ class AsyncLLM:
 
     def _begin(self, llm: LLM, max_waiting: int | None, named: dict[str, str], unwanted: set[str]) -> None:
         self.llm, self._max_waiting = llm, max_waiting
-        llm.engine.compiles_in_background = True
+        llm.engine.programs.in_background = True
         self._beside: AsyncLLM | None = None  # of the LLM that answers what this one's decoder leaves to it
         self._arriving: deque[_Inbox] = deque()
         self._inboxes: dict[str, _Inbox] = {}  # of requests that the engine has taken in

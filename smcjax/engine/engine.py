@@ -15,7 +15,7 @@ import logging
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -31,10 +31,10 @@ from smcjax.engine.results.running import Running, Times
 from smcjax.engine.results.steering import Scorer, Steering, values_of
 from smcjax.engine.results.stopping import StopStrings
 from smcjax.engine.results.streaming import StablePrefixStream
-from smcjax.engine.run.background import BackgroundCompiler
-from smcjax.engine.run.features import ProgramVariants, features_now, features_of
+from smcjax.engine.run.features import features_now, features_of
 from smcjax.engine.run.memory import buckets
-from smcjax.engine.run.programs import Progress, shown
+from smcjax.engine.run.programs import shown
+from smcjax.engine.run.ready_programs import ReadyPrograms
 from smcjax.engine.run.runner import Chunk, Runner
 from smcjax.engine.schedule.clock import Clock
 from smcjax.engine.schedule.page_budget import Footprint, Mark
@@ -78,8 +78,7 @@ class Engine:
             runs beside the host. Tokens are the same either way.
 
     Attributes:
-        compiles_in_background: whether programs that are missing are compiled in another thread, while requests wait
-            that need them and others run; else in the step that needs them. Tokens are the same either way.
+        programs: those that are compiled, and how others are.
     """
 
     def __init__(
@@ -93,8 +92,6 @@ class Engine:
         switch: Switch | None = None,
         overlap: bool | None = None,
     ) -> None:
-        self.shows_progress = False  # of programs that a step compiles
-        self.compiles_in_background = False
         self.runner, self._switch = runner, switch
         self._decoder, self._tokenizer = runner.program, tokenizer
         decoding, page_size = runner.program.decoding, runner.program.page_size
@@ -114,8 +111,7 @@ class Engine:
         self._preempted: dict[str, Running] = {}  # as they were when they left
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
-        self._choice = ProgramVariants()
-        self._background = BackgroundCompiler(runner)
+        self.programs = ReadyPrograms(runner, self._scheduler, self._clock)
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self._scorer = Scorer()
@@ -221,7 +217,7 @@ class Engine:
         """Compiles the programs of every batch size and of moves between any two, but those for what few ask for."""
         self._finish_reset()
         with contextlib.ExitStack() as stack:
-            self._compile(self._scheduler.sizes, self.runner.program, shown(stack, use_tqdm))
+            self.programs.compile(self._scheduler.sizes, self.runner.program, shown(stack, use_tqdm))
 
     @reset_on_error
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[RequestOutput]:
@@ -231,14 +227,14 @@ class Engine:
         engine; what it raises ends all in flight.
         """
         self._round += 1
-        self._take_compiled()
+        self.programs.take()
         self._await_values()
-        schedule = self._scheduler.schedule(self._compiled_sizes if self.compiles_in_background else None)
+        schedule = self._scheduler.schedule(self._compiled_sizes if self.programs.in_background else None)
         self._enqueue(schedule)
         if meanwhile is not None:
             meanwhile()
         if schedule.idle and not self._reported:
-            (self._scorer if self._steered or self._scoring else self._background).wait(PATIENCE)
+            (self._scorer if self._steered or self._scoring else self.programs).wait(PATIENCE)
         return self._collect(self._round if schedule.idle else self._round - self._lag)
 
     def reset(self) -> None:
@@ -252,7 +248,7 @@ class Engine:
 
     def close(self) -> None:
         """Forgets everything and deletes it from the device, weights included. Nothing can be called after that."""
-        self._background.abandon()
+        self.programs.abandon()
         self._scorer.close()
         self.reset()
         self.runner.close()
@@ -274,7 +270,9 @@ class Engine:
             self._report("population", runner.leave(group.slot), {})
         if schedule.idle:
             return
-        program, refusal = self._ready_program(schedule)
+        joined = self._scheduler.groups if schedule.joining else []
+        features = features_now(schedule, (self._features(group.request) for group in self._scheduler.groups))
+        program, refusal = self.programs.of_round(schedule.size, features, len(joined))
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
         if schedule.evicted:
@@ -313,18 +311,6 @@ class Engine:
         if refusal is not None:
             self._refuse_features(refusal)
 
-    def _ready_program(self, schedule: Schedule) -> tuple[Any, str | None]:
-        """The compiled program with the features that a round asks for; and why it is without them, if it is."""
-        features = features_now(schedule, (self._features(group.request) for group in self._scheduler.groups))
-        program = self.runner.program
-        if self.compiles_in_background:
-            if schedule.joining:
-                self._want([self._natural_size(len(self._scheduler.groups))], features)
-            found = self._choice.at(schedule.size, features)
-            if found is not None:
-                return dataclasses.replace(program, features=found), None
-        return self._choice.ready(program, schedule.size, features, self._compile)
-
     def _reading(self, slots: int, started: Collection[Group]) -> Decoding:
         """The decoder as it reads a sparse target's blocks in the next cycle."""
         if self._switch is None:
@@ -335,52 +321,9 @@ class Engine:
     def _features(self, request: Request) -> set[Feature]:
         return features_of(request, streams=request.request_id in self._streams, ragged=self._decoder.ragged)
 
-    # Programs compiled in the background.
-
     def _compiled_sizes(self, requests: list[Request]) -> list[int]:
-        """Sizes of a batch for which programs are compiled that can run these requests together.
-
-        Where there are none, the largest is wanted, which takes in whatever comes; where nothing fits the device, they
-        are admitted to be refused.
-        """
-        features = frozenset(name for request in requests for name in self._features(request))
-        sizes, natural = self._choice.sizes(features), self._natural_size(len(requests))
-        if len(requests) <= max(sizes, default=0) or self._want([self._scheduler.sizes[-1], natural], features):
-            return sizes
-        return [natural]
-
-    def _natural_size(self, count: int) -> int:
-        return next(size for size in self._scheduler.sizes if size >= count)
-
-    def _want(self, sizes: list[int], features: frozenset[Feature]) -> bool:
-        """Begins to compile for the first of the sizes that is not compiled, unless anything is being compiled.
-
-        False where it has been tried for all of them.
-        """
-        features = self._choice.shared(features)
-        size = self._choice.missing(sizes, features)
-        if size is not None and not self._background.busy:
-            self._background.begin(
-                size, dataclasses.replace(self.runner.program, features=features), self._sizes_ready()
-            )
-        return size is not None
-
-    def _take_compiled(self) -> None:
-        """Registers programs that were compiled in the background."""
-        compiled = self._background.take()
-        if compiled is None:
-            return
-        size, program, error = compiled
-        features = program.features
-        if error is not None and not features:
-            raise error
-        self._choice.register(size, features, error)
-        if error is None:
-            self._scheduler.ready.add(size)
-
-    def _sizes_ready(self) -> set[int]:
-        """Sizes from and to which a batch may move."""
-        return self._scheduler.ready | ({self.runner.size} - {0})
+        """Sizes of a batch for which programs are compiled that can run these requests together."""
+        return self.programs.sizes(len(requests), frozenset[Feature]().union(*map(self._features, requests)))
 
     def _refuse_features(self, error: str) -> None:
         """Ends the requests that ask for features; the others go on without them."""
@@ -463,25 +406,6 @@ class Engine:
         if stable_prefix is not None and request.trace:
             running.history = self._decoder.history(len(request.token_ids))
         return running
-
-    def _compile(self, sizes: Sequence[int], program: Any, progress: Progress | None = None) -> None:
-        """Compiles the missing programs of these sizes; the clocks of requests stand still meanwhile.
-
-        Sizes that are ready have all moves between them, so none of these waits for a compilation.
-        """
-        began = time.perf_counter()
-        try:
-            self._background.wait()
-            self._take_compiled()
-            with contextlib.ExitStack() as stack:
-                shows = progress or shown(stack, self.shows_progress)
-                self.runner.compile(sizes, program, self._sizes_ready(), shows)
-        finally:
-            self._clock.stood_still(began)
-        self._scheduler.ready.update(sizes)
-        features = program.features
-        while (size := self._choice.missing(sizes, features)) is not None:
-            self._choice.register(size, features)
 
     def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
         """Sends for a program's results, and for the number of free pages where it says that."""

@@ -334,7 +334,7 @@ class LLM:
         request, llm = self.request(prompt, params), self._answering(params)
         chunks = Chunks(llm, request.request_id)
         with llm._turn:
-            llm.engine.shows_progress = True
+            llm.engine.programs.shows_progress = True
             llm.engine.add_request(request, stream=True)
         return chunks
 
@@ -482,7 +482,7 @@ class LLM:
         try:
             with self._turn:
                 engine = self.engine
-                engine.shows_progress = use_tqdm
+                engine.programs.shows_progress = use_tqdm
                 for request in requests:
                     self._awaited[request.request_id] = None
                     engine.add_request(request)

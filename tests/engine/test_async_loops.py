@@ -115,7 +115,7 @@ class Noted:
 def lent(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """The session's `LLM`, which `AsyncLLM()` serves in this test, and which compiles as before behind it."""
     monkeypatch.setattr(async_llm, "LLM", lambda: llm)
-    monkeypatch.setattr(llm.engine, "compiles_in_background", True)
+    monkeypatch.setattr(llm.engine.programs, "in_background", True)
     return llm
 
 

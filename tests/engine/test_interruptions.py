@@ -24,7 +24,7 @@ import pytest
 
 from smcjax import LLM, SamplingParams
 from smcjax.engine import engine, llm, reset_on_error
-from smcjax.engine.run import programs, runner
+from smcjax.engine.run import programs, ready_programs, runner
 from smcjax.engine.schedule import page_budget, prefix_cache, scheduler
 from smcjax.errors import RequestsLost
 from tests.checkpoints import Pair
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.all_sizes, pytest.mark.compiled_at_once]
 TOOL = 4  # of `sys.monitoring`, one that nobody else takes
 PROMPTS = ["the same beginning", "the same beginning of it", "d"]
 PARAMS = SamplingParams(seed=4, max_tokens=9, ignore_eos=True)
-MODULES = [engine, llm, page_budget, prefix_cache, programs, runner, scheduler]
+MODULES = [engine, llm, page_budget, prefix_cache, programs, ready_programs, runner, scheduler]
 
 Line = tuple[str, int]
 

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from smcjax import Autoregressive
-from smcjax.engine.engine import Engine
+from smcjax.engine.run.ready_programs import ReadyPrograms
 from smcjax.engine.run.runner import Runner
 from smcjax.server.models import Models, load
 from smcjax.tokenizer.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def test_a_stream_is_left_in_the_middle(server: Running) -> None:
     assert idle(server.llm(), 1.0)
 
 
-@pytest.mark.parametrize(("holder", "name", "stream"), [(Engine, "_ready_program", False), (Runner, "prefill", True)])
+@pytest.mark.parametrize(("holder", "name", "stream"), [(ReadyPrograms, "of_round", False), (Runner, "prefill", True)])
 def test_a_client_that_leaves_before_anything_has_come(
     server: Running, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, stream: bool
 ) -> None:
