@@ -195,8 +195,9 @@ def draw_tuning(report: dict[str, Any], path: Path) -> None:
 
 
 def _tuning_title(report: dict[str, Any]) -> str:
-    """The title: the chance that a held-out draft is accepted, and its KL, before the training and after it."""
+    """The title: the chance that a held-out draft is rejected, and its KL, before the training and after it."""
     (first, was), (last, now) = (
         (point["acceptance"][0], point["kl"][0]) for point in (report["before"], report["after"])
     )
-    return f"{last:.0%} of drafts are accepted, {first:.0%} before; KL {now:.2g} nats a token, {was:.2g} before"
+    rejected = f"{100 * (1 - last):.2g}% of drafts are rejected, {100 * (1 - first):.2g}% before"
+    return f"{rejected}; KL {now:.2g} nats a token, {was:.2g} before"

@@ -74,8 +74,9 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 
 def log_ticks(axis: Axis) -> None:
-    """Has a logarithmic axis say 1, 2, 5, 10 and so on, and rounder numbers where it spans none of these."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """Has a logarithmic axis say 1, 2, 5, 10 and so on, of what it spans now; of over three decades 1, 10 and so on."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_formatter(NullFormatter())
 

@@ -14,20 +14,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from smcjax.files import MIB, Unreadable, read_json
-from smcjax.viz.picture import write_figure
+from smcjax.viz.picture import BASE, INK, colour_of, label_right, log_ticks, new_figure, styled, write_figure
 
 Record = dict[str, Any]
 WAYS = {"host": "host-visible", "device": "on the device", "program": "inside a program"}
-AXES = {"rows": "b", "alpha": "α", "gamma": "γ"}
+AXES = {"rows": "b", "alpha": "α", "gamma": "γ", "dim": "D"}
 METHODS = ("op by op", "xla", "a thread a row", "ours", "torch", "two launches", "one launch", "one block")
-COLOURS = {name: f"C{number}" for number, name in enumerate((*METHODS, "a block a row", "the same after a wait"))}
+COLOURS = {name: colour_of(at) for at, name in enumerate((*METHODS, "a block a row", "the same after a wait"))}
 
 
+@styled
 def draw_all(results: dict[str, Any], directory: Path, suffix: str = ".svg") -> list[Path]:
     """Every picture that the results have data for; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -44,15 +44,15 @@ def draw_all(results: dict[str, Any], directory: Path, suffix: str = ".svg") -> 
         figure = draw(results["cases"])
         if figure is not None:
             path = directory / f"verify_{name}{suffix}"
-            figure.suptitle(results["device"], fontsize="small")
-            write_figure(figure, path)
+            title = f"{figure.get_suptitle()} ({results['device']})"
+            figure.suptitle(title)
+            write_figure(figure, path, title)
             paths.append(path)
     return paths
 
 
-def _figure(panels: int, width: float = 4.0) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width * panels, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+def _figure(panels: int, title: str, width: float = 4.0) -> tuple[Figure, Any]:
+    figure = new_figure(width * panels, 3.6, title)
     return figure, figure.subplots(1, panels, squeeze=False)[0]
 
 
@@ -63,8 +63,11 @@ def _lines(records: Sequence[Record], kind: str, over: str, label: str, **at: An
     ways = [way for way in WAYS if any(way in t for r in chosen for m, t in r["times"].items() if m.startswith(kind))]
     if not ways:
         return None
-    figure, panels = _figure(len(ways))
+    figure, panels = _figure(
+        len(ways), _slowest(chosen[-1], kind, ways[min(1, len(ways) - 1)], f"{label} = {chosen[-1][over]}")
+    )
     for panel, way in zip(panels, ways, strict=True):
+        labels = []
         for name, colour in COLOURS.items():
             method = f"{kind}: {name}"
             points = [(r[over], r["times"][method]) for r in chosen if way in r["times"].get(method, {})]
@@ -72,16 +75,29 @@ def _lines(records: Sequence[Record], kind: str, over: str, label: str, **at: An
                 at_x, times = [x for x, _ in points], [each[way] for _, each in points]
                 above = [each.get(f"{way}, p95", each[way]) - each[way] for _, each in points]
                 bars = [[0.0] * len(above), above]
-                panel.errorbar(at_x, times, yerr=bars, fmt="o-", color=colour, label=name, markersize=4, capsize=2)
+                panel.errorbar(at_x, times, yerr=bars, fmt="o-", color=colour, markersize=4, capsize=2)
+                labels.append((times[-1], name, colour))
         if over != "alpha":
             panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:g}")
         panel.set_yscale("log")
+        log_ticks(panel.yaxis)
         panel.set_xlabel(label)
         panel.set_ylabel("µs")
-        panel.set_title(f"{kind}, {WAYS[way]}", fontsize="medium")
-        panel.grid(alpha=0.3)
-    panels[0].legend(fontsize="x-small")
+        panel.set_title(f"{kind}, {WAYS[way]}", fontsize=BASE)
+        panel.grid()
+        label_right(panel, labels)
     return figure
+
+
+def _slowest(record: Record, kind: str, way: str, where: str) -> str:
+    """The title: what the slowest method takes beside ours, at one record."""
+    times = {
+        m.partition(": ")[2]: each[way] for m, each in record["times"].items() if m.startswith(kind) and way in each
+    }
+    name = max(times, key=lambda one: times[one])
+    ours = f", ours {times['ours']:.3g}" if "ours" in times else ""
+    return f"{kind.capitalize()} {WAYS[way]} at {where}: {name} takes {times[name]:.3g} µs{ours}"
 
 
 def _device(record: Record, method: str) -> float | None:
@@ -92,12 +108,14 @@ def _launches_map(records: Sequence[Record], alpha: float = 0.9) -> Figure | Non
     """Two launches over one, on the device: above 1 fusing pays."""
     chosen = [r for r in records if r["alpha"] == alpha and r["dim"] in (128, 2048)]
     methods = "verify: two launches", "verify: one launch"
-    return _ratio_map(chosen, methods, ("dim", "rows", "gamma"), f"two launches ÷ one, α = {alpha}, D")
+    return _ratio_map(chosen, methods, ("dim", "rows", "gamma"), f"Two launches beside one, α = {alpha}")
 
 
 def _scan_map(records: Sequence[Record]) -> Figure | None:
     """A thread a row over a warp a row, on the device, a panel for each number of rows."""
-    return _ratio_map(records, ("scan: a thread a row", "scan: ours"), ("rows", "alpha", "gamma"), "thread ÷ warp, b")
+    return _ratio_map(
+        records, ("scan: a thread a row", "scan: ours"), ("rows", "alpha", "gamma"), "A thread a row over a warp a row"
+    )
 
 
 def _ratio_map(
@@ -113,46 +131,48 @@ def _ratio_map(
         return None
     panels_of, lines, columns = (sorted({key[place] for key in ratios}) for place in range(3))
     largest = max(1.5, *(max(ratio, 1 / ratio) for ratio in ratios.values()))
-    figure, panels = _figure(len(panels_of))
+    spread = f"{min(ratios.values()):.3g} to {max(ratios.values()):.3g}"
+    figure, panels = _figure(len(panels_of), f"{title}: {spread} times its time")
     for panel, which in zip(panels, panels_of, strict=True):
         values = [[ratios.get((which, line, column), float("nan")) for column in columns] for line in lines]
         norm = LogNorm(1 / largest, largest)  # a ratio and its inverse are equally dark
-        picture = panel.imshow(values, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
+        panel.imshow(values, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
         for y, line in enumerate(values):
             for x, value in enumerate(line):
                 if value == value:
                     color = "white" if max(value, 1 / value) > largest**0.7 else "black"
                     panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize="small", color=color)
         panel.set_xticks(range(len(columns)), columns)
-        panel.set_yticks(range(len(lines)), lines)
+        panel.set_yticks(range(len(lines)), [f"{line:.4g}" for line in lines])
         panel.set_xlabel(AXES[by[2]])
         panel.set_ylabel(AXES[by[1]])
-        panel.set_title(f"{title} = {which}", fontsize="medium")
-    figure.colorbar(picture, ax=list(panels))
+        panel.set_title(f"{AXES[by[0]]} = {which}", fontsize=BASE)
     return figure
 
 
 def _crossover(records: Sequence[Record]) -> Figure | None:
     """Time on the device over the bytes of KV that are accepted."""
-    figure, (panel,) = _figure(1, width=6.0)
-    drawn = False
+    figure, (panel,) = _figure(1, "One block's time grows with its bytes, a grid's with the memory's floor", width=7.0)
+    labels = []
     for name in ("one block", "one launch", "two launches", "xla"):
         mine = [(r, t) for r in records if (t := _device(r, f"verify: {name}")) and r["dim"]]
         points = sorted((2 * r["accepted"] * r["dim"] / 1e6, t) for r, t in mine)
         if points:
-            panel.plot(*zip(*points, strict=True), ".", color=COLOURS[name], label=name)
-            drawn = True
-    if not drawn:
+            panel.plot(*zip(*points, strict=True), ".", color=COLOURS[name])
+            labels.append((points[-1][1], name, COLOURS[name]))
+    if not labels:
         return None
     floors = sorted((2 * r["accepted"] * r["dim"] / 1e6, r["floor"]) for r in records if r["dim"])
-    panel.plot(*zip(*floors, strict=True), "k_", label="bytes' floor", markersize=4)
-    panel.axvline(5, color="grey", linestyle=":", label="the study's threshold")
+    panel.plot(*zip(*floors, strict=True), "_", color=INK, markersize=4)
+    panel.axvline(5, color=INK, linestyle=":")
     panel.set_xscale("log")
     panel.set_yscale("log")
-    panel.set_xlabel("MB of KV accepted")
+    log_ticks(panel.xaxis)
+    log_ticks(panel.yaxis)
+    panel.set_xlabel("MB of KV accepted (dotted: the study's threshold)")
     panel.set_ylabel("µs on the device")
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize="small")
+    panel.grid()
+    label_right(panel, [*labels, (floors[-1][1], "bytes' floor", INK)])
     return figure
 
 

@@ -62,8 +62,8 @@ def training(accepted: float) -> dict[str, Any]:
                                           "device time"}),
         (draw_latency, latencies, {1.0: "99% of requests end within 3,600 ms at 20 requests a second, 900 ms at 5",
                                    2.0: "99% of requests end within 7,200 ms at 20 requests a second, 1,800 ms at 5"}),
-        (draw_tuning, training, {0.7: "70% of drafts are accepted, 60% before; KL 0.5 nats a token, 0.5 before",
-                                 0.5: "50% of drafts are accepted, 60% before; KL 0.5 nats a token, 0.5 before"}),
+        (draw_tuning, training, {0.7: "30% of drafts are rejected, 40% before; KL 0.5 nats a token, 0.5 before",
+                                 0.5: "50% of drafts are rejected, 40% before; KL 0.5 nats a token, 0.5 before"}),
     ],
 )  # fmt: skip
 def test_a_title_says_the_finding(
