@@ -142,7 +142,7 @@ def test_the_bundled_pair_is_the_default() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantizations", [(None, None), ("int8", "int8"), (None, "int8"), ("int8", None)])
+@pytest.mark.parametrize("quantizations", [("int8", "int8"), (None, "int8")])
 def test_a_draft_made_of_its_target_shares_what_is_kept_alike(
     quantizations: tuple[str | None, str | None], tmp_path: Path
 ) -> None:

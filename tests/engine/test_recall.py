@@ -1,6 +1,6 @@
 """The recall pair on long documents: greedy speculation gives the target's tokens, which are right.
 
-Its dense draft is seldom wrong, so a sparse one drafts as well: the target of `tests/data/recall`, which
+Its dense draft is seldom wrong, so a sparse one drafts in its place: the target of `tests/data/recall`, which
 `scripts/training/train_recall.py small` made in a quarter of an hour on a CPU and which is wrong every third line.
 """
 
@@ -45,22 +45,16 @@ def wanted() -> list[list[int]]:
     return [output.outputs[0].token_ids for output in answered(Autoregressive())]
 
 
-@pytest.mark.parametrize(
-    ("decoding", "draft"),
-    [(Rejection(gamma=4), WORSE), (Rejection(tree=(3, 2, 1), siblings="top"), "recall-draft")],
-    ids=["chain, sparse draft", "tree, dense draft"],
-)
-def test_greedy_speculation_is_the_targets_from_every_place(decoding: Decoding, draft: str) -> None:
+def test_greedy_speculation_is_the_targets_from_every_place() -> None:
     """Every place in a stride of compressed tokens and in a block, whose drafts are now right and now wrong."""
     assert {len(ids) % STRIDE for ids in prompts()} == set(range(STRIDE)), "places that prompts end at"
     generated = {(len(ids) + more) % BLOCK for ids in prompts() for more in range(GENERATED)}
     assert generated == set(range(BLOCK))
-    outputs = answered(decoding, draft)
+    outputs = answered(Rejection(gamma=4), WORSE)
     assert [output.outputs[0].token_ids for output in outputs] == wanted()
-    drafted = sum(output.metrics.cycles for output in outputs) * decoding.speculation.gamma
+    drafted = sum(output.metrics.cycles for output in outputs) * 4
     accepted = sum(output.metrics.mean_accepted_length * output.metrics.cycles for output in outputs)
-    assert accepted > 0.4 * drafted
-    assert draft != WORSE or accepted < 0.97 * drafted
+    assert 0.4 * drafted < accepted < 0.97 * drafted
 
 
 def test_the_target_reads_what_is_far() -> None:
