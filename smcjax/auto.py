@@ -11,10 +11,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from smcjax.checks import FLAG, Rule, require
+from smcjax.checks import FLAG, Rule, names_unknown, normalize_fields, require
 from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, NeedsExact, Rejection
 from smcjax.decoders.smc import Selection
-from smcjax.normalize import names_unknown, normalize_fields
 from smcjax.planner import Profile, law_of
 from smcjax.sparse.verification import SparseVerification
 

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from smcjax.normalize import short
+from smcjax.checks import short
 
 MAX_NODES = 64  # of a tree, the frontier among them
 Order = Literal["bfs", "dfs", "position"]

@@ -17,7 +17,7 @@ from replayed_sets import Counted, Replay, watched
 from sparse_rows import Line
 
 from smcjax.bench.cycle import WARMUP, Bench, Case, Models, random_batch
-from smcjax.bench.synthetic import random_memory
+from smcjax.bench.models import random_memory
 from smcjax.decoding.drafts.eagle import Eagle
 from smcjax.decoding.drafts.ngram import NGram
 from smcjax.decoding.groups import PairParams

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax.bench.models import Models
+from smcjax.bench.models import Models, own_pages, random_memory
 from smcjax.bench.roofline import Phase, cycle_phases
-from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoders import Decoding
 from smcjax.decoding.drafts.draft_model import DraftModel
 from smcjax.decoding.groups import PairParams

@@ -1,17 +1,24 @@
-"""The models of a benchmark: shapes by name, on one device or divided among several, with random weights."""
+"""The models of a benchmark: shapes by name, on one device or divided among several, with random weights and KV.
+
+A long context's prefill is not what a cycle's benchmark measures. With random KV, tables, counts and pages are those
+that a real prompt leaves; only where the numbers come from differs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from smcjax.bench.shapes import ATTENTIONS, SHAPES
 from smcjax.engine.load.loading import prepared
 from smcjax.engine.run.memory import require_room_for_weights, weight_bytes
 from smcjax.engine.run.sharded_programs import DisaggregatedPrograms, ShardedPrograms
+from smcjax.kv import TRASH, allocate, release
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one, two_devices
 from smcjax.model.params import Params, init_leaves, param_shapes
@@ -182,3 +189,40 @@ def random_params(config: ModelConfig, seed: int, quantization: str | None = Non
 def _made(config: ModelConfig, leaves: Iterable[jax.Array], quantization: str | None) -> Params:
     shapes = param_shapes(config, config.dtype)
     return quantize_leaves(shapes, leaves, None if quantization is None else QUANTIZATIONS[quantization])
+
+
+@functools.cache
+def _filling(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    """Returns a program that makes Gaussian numbers from a key: on one device or divided among several."""
+    return jax.jit(lambda key: jax.random.normal(key, shape, dtype), out_shardings=sharding)
+
+
+def random_memory(memory: Any) -> Any:
+    """A decoder's memory with Gaussian numbers in all pages of all layers; the allocator as it was. Consumes it.
+
+    Each array is given up before the one in its place is made, so that memory for one of them is never held twice.
+    """
+    leaves, treedef = jax.tree.flatten(memory)
+    keys = jax.random.split(key_of(2), len(leaves))
+    for number, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            fill = _filling(leaf.shape, leaf.dtype, leaf.sharding)
+            leaf.delete()
+            leaves[number] = fill(key)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def own_pages(state: Any, first: int) -> Any:
+    """The state in which every row has pages of its own from its `first`-th on, instead of sharing them.
+
+    Through the allocator, so that every count stays the number of table entries that name the page. What the new
+    pages hold is whatever they held: fill the memory before.
+    """
+    sequences, memory = state.sequences, state.memory
+    table = sequences.block_table
+    replaced = (jnp.arange(table.shape[1]) >= first)[None] & (table != TRASH)
+    pool = release(memory.pool, jnp.where(replaced, table, TRASH))
+    pool, fresh = allocate(pool, replaced)
+    sequences = dataclasses.replace(sequences, block_table=jnp.where(replaced, fresh, table))
+    return dataclasses.replace(state, sequences=sequences).with_memory(pool=pool)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from smcjax.normalize import did_you_mean
+from smcjax.checks import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from smcjax.normalize import short
+from smcjax.checks import short
 
 if TYPE_CHECKING:
     from smcjax.decoders.parts import Potential

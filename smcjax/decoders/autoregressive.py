@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from smcjax.checks import require
+from smcjax.checks import names_unknown, require
 from smcjax.decoders.base import SPARSE, Decoding, Speculation, in_words
-from smcjax.normalize import names_unknown
 from smcjax.sparse.verification import SparseVerification
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-from smcjax.checks import one_of, require
+from smcjax.checks import names_unknown, normalize_fields, normalize_numbers, one_of, require
 from smcjax.decoders.base import DRAFT_TEMPERATURE, SIZES, SPARSE, Decoding, Drafting, Speculation, in_words
-from smcjax.normalize import names_unknown, normalize_fields, normalize_numbers
 from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import ORDERS, DraftTree, Order
 

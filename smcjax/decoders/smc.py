@@ -6,7 +6,18 @@ import dataclasses
 from dataclasses import InitVar
 from typing import Any, Literal, get_args
 
-from smcjax.checks import FLAG, FLAG_OR_NONE, Rule, either, is_number, number, require
+from smcjax.checks import (
+    FLAG,
+    FLAG_OR_NONE,
+    Rule,
+    either,
+    is_number,
+    names_unknown,
+    normalize_fields,
+    number,
+    require,
+    short,
+)
 from smcjax.decoders.base import (
     COLDEST,
     DRAFT_TEMPERATURE,
@@ -19,7 +30,6 @@ from smcjax.decoders.base import (
     in_words,
 )
 from smcjax.decoders.parts import Acceptance, Ending, Potential, Resampler
-from smcjax.normalize import names_unknown, normalize_fields, short
 from smcjax.sparse.verification import SparseVerification
 
 Scheme = Literal["systematic", "stratified", "multinomial", "residual"]  # of resampling

@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from smcjax.checks import is_number
-from smcjax.normalize import names_unknown, short
+from smcjax.checks import is_number, names_unknown, short
 
 
 @names_unknown

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from smcjax.normalize import short
+from smcjax.checks import short
 from smcjax.sparse.verification import SparseVerification
 
 _INSIDE: dict[str, type] = {"sparseverification": SparseVerification}

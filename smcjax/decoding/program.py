@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, Literal, cast
 
+from smcjax.checks import short
 from smcjax.decoders import Decoding, Speculation
 from smcjax.decoders.parts import Potential, hidden_size_of
 from smcjax.decoding.drafts.draft_model import DraftModel
@@ -16,7 +17,6 @@ from smcjax.kv import PagePool, pages_for
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import AuxHiddenStates
 from smcjax.model.paged import create_cache, reads_by_kernels
-from smcjax.normalize import short
 from smcjax.pallas.dispatch import implementations
 
 Name = Literal["truncation", "control", "grammar", "adjustments", "logprobs", "prompt_logprobs", "text_potentials"]

@@ -21,14 +21,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from smcjax.checks import or_none, require, whole
+from smcjax.checks import or_none, require, short, whole
 from smcjax.engine.llm import LLM
 from smcjax.engine.request_handle import RequestHandle
 from smcjax.engine.requests.requests import Prompt, Request, params_for_each
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.engine.results.outputs import StreamChunk
 from smcjax.errors import QueueFull, RequestsLost
-from smcjax.normalize import short
 
 
 class AsyncLLM:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from smcjax.checks import short
 from smcjax.device import on_cpu
 from smcjax.engine.llm import LLM
 from smcjax.engine.run.settings import own_settings
@@ -37,7 +38,6 @@ from smcjax.model.files.classifier import is_classifier, load_classifier
 from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView
-from smcjax.normalize import short
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 _PAGE = 32

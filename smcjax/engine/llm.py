@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from smcjax.auto import Auto, Choice, Routed, gives_draft, left_to_exact
-from smcjax.checks import require
+from smcjax.checks import names_unknown, require, short
 from smcjax.decoders import Decoding
 from smcjax.decoding.drafts.ngram import NGRAM, NGram
 from smcjax.decoding.drafts.proposer import Proposer
@@ -49,7 +49,6 @@ from smcjax.engine.run.settings import require_settings
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
-from smcjax.normalize import names_unknown, short
 from smcjax.pallas.dispatch import check_runs_here
 from smcjax.quantization import check_quantization
 from smcjax.structured.automaton import Automata

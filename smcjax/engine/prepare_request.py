@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from smcjax.checks import short
 from smcjax.engine.requests.requests import (
     Prompt,
     Request,
@@ -19,7 +20,6 @@ from smcjax.engine.requests.requests import (
 )
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.schedule.page_budget import Footprint
-from smcjax.normalize import short
 from smcjax.structured.automaton import Automata, Undecided
 from smcjax.tokenizer.tokenizer import Tokenizer
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from smcjax.checks import short
 from smcjax.decoders import DECODINGS, SMC, Decoding
-from smcjax.normalize import short
 from smcjax.sparse.verification import SparseVerification
 
 EXACT = "exact"

@@ -23,10 +23,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from smcjax.checks import Rule, is_number, or_none, require, whole
+from smcjax.checks import Rule, is_number, or_none, require, short, whole
 from smcjax.decoders import Decoding
 from smcjax.files import MIB, Unreadable, read_json
-from smcjax.normalize import short
 from smcjax.planner.laws import as_json, from_json, law_of
 
 FORMAT = 1

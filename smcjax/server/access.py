@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from smcjax.normalize import short
+from smcjax.checks import short
 from smcjax.server.errors import CLOSE, APIError, refusal, unavailable
 from smcjax.server.state import MAX_BODY_BYTES, Served
 

@@ -13,8 +13,8 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from smcjax.checks import short
 from smcjax.errors import QueueFull
-from smcjax.normalize import short
 
 logger = logging.getLogger("smcjax")
 

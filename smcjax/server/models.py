@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from smcjax.auto import Auto, exact_beside, gives_draft, left_to_exact
+from smcjax.checks import short
 from smcjax.decoders import SMC, Decoding, Rejection
 from smcjax.engine.arguments import compiles_at_start
 from smcjax.engine.async_llm import AsyncLLM
 from smcjax.engine.requests.sampling_params import SamplingParams
-from smcjax.normalize import short
 from smcjax.planner import Profile
 from smcjax.planner.laws import as_json
 from smcjax.server.errors import APIError

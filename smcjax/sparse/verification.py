@@ -13,8 +13,17 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, Literal, get_args
 
-from smcjax.checks import Rule, is_whole, one_of, require, whole
-from smcjax.normalize import names_unknown, normalize_fields, normalize_numbers, short
+from smcjax.checks import (
+    Rule,
+    is_whole,
+    names_unknown,
+    normalize_fields,
+    normalize_numbers,
+    one_of,
+    require,
+    short,
+    whole,
+)
 from smcjax.trees import ORDERS, Order
 
 Mode = Literal["per_query", "merged", "shared", "shared_forced"]

@@ -22,8 +22,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from smcjax.checks import short
 from smcjax.errors import ExtraMissing, extra_missing
-from smcjax.normalize import short
 from smcjax.structured.response_format import Expression
 from smcjax.tokenizer.token_bytes import token_bytes
 from smcjax.tokenizer.tokenizer import Tokenizer

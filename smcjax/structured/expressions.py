@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from smcjax.normalize import short
+from smcjax.checks import short
 from smcjax.structured.byte_automata import Refusal
 from smcjax.structured.parts import NOTHING, Anchor, Character, Choice, Part, Ranges, Repeat, Sequence
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from smcjax.normalize import short
+from smcjax.checks import short
 from smcjax.structured.byte_automata import Refusal
 from smcjax.structured.expressions import ALL, read_expression, without
 from smcjax.structured.parts import START, Character, Choice, Part, Reference, Repeat, Sequence, Text, references

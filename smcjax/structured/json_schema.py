@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from smcjax.normalize import short
+from smcjax.checks import short
 from smcjax.structured.byte_automata import Refusal, TooLarge
 from smcjax.structured.grammar import weight_of_list
 from smcjax.structured.json_texts import COMMA, Strings, array, element, literal, object_, pair

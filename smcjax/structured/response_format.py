@@ -18,7 +18,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 
-from smcjax.normalize import is_unicode, short
+from smcjax.checks import is_unicode, short
 
 JSON_DEPTH = 4  # objects and arrays within each other where their shape is left open, and of a schema that needs itself
 GRAMMAR_DEPTH = 4  # levels of nesting (`smcjax.structured.grammar`) where a request does not say how many

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from smcjax.normalize import short
+from smcjax.checks import short
 from smcjax.structured.byte_automata import Empty, Refusal, TooLarge
 from smcjax.structured.json_numbers import Numbers
 from smcjax.structured.json_texts import Strings, holds

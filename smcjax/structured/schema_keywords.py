@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from smcjax.normalize import short
+from smcjax.checks import short
 from smcjax.structured.byte_automata import Empty, Refusal
 from smcjax.structured.formats import FORMATS, FREE, REAL, WHOLE
 from smcjax.structured.json_numbers import Numbers, decimal_of

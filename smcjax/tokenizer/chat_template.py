@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smcjax.normalize import is_unicode, short
+from smcjax.checks import is_unicode, short
 
 SECONDS = 2.0  # of processor time
 BYTES = 1 << 30  # of address space

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsInt
 
+from smcjax.checks import short
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
-from smcjax.normalize import short
 from smcjax.tokenizer.chat_template import RENDERER, plain_messages
 from smcjax.tokenizer.files import load_tokenizer
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.checks import short
 from smcjax.decoders.parts import Potential, hidden_size_of
 from smcjax.decoders.text_potential import TextPotential
 from smcjax.engine.results.outputs import RequestOutput
@@ -31,7 +32,6 @@ from smcjax.engine.run.settings import own_settings
 from smcjax.model.files.checkpoint import load_checkpoint, resolve_model_path
 from smcjax.model.files.hub import bundled_model
 from smcjax.model.params import Params
-from smcjax.normalize import short
 from smcjax.smc import potential as of_tokens
 from smcjax.smc.twist import Twist, TwistParams
 from smcjax.tuning.answers import Answers, Asked, Batch, Batches, Sampling, answers_of, sample_outputs

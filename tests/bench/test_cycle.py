@@ -10,8 +10,7 @@ import pytest
 
 from smcjax.bench import cycle
 from smcjax.bench.cycle import Bench, Case, CycleResult, bench_cycle, budget_of
-from smcjax.bench.models import Models
-from smcjax.bench.synthetic import own_pages
+from smcjax.bench.models import Models, own_pages
 from smcjax.decoders import SMC, Autoregressive
 from smcjax.engine.run import memory
 from smcjax.kv import TRASH

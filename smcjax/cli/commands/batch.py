@@ -19,13 +19,13 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from smcjax.auto import Choice
+from smcjax.checks import did_you_mean, is_unicode, short
 from smcjax.cli.failures import InputLineError, refuses
 from smcjax.cli.form_options import check_form
 from smcjax.cli.stdin import read_file, read_stdin
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.errors import ExtraMissing
 from smcjax.files import MIB
-from smcjax.normalize import did_you_mean, is_unicode, short
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from smcjax.auto import Auto, Routed
+from smcjax.checks import short
 from smcjax.cli.options import (
     add_decoding_options,
     add_memory_options,
@@ -24,7 +25,6 @@ from smcjax.cli.stdin import read_file
 from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.errors import extra_missing
 from smcjax.files import MIB
-from smcjax.normalize import short
 
 KEY_VARIABLE = "SMCJAX_API_KEY"
 SHORTEST_KEY = 8

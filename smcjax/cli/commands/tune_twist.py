@@ -11,6 +11,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from smcjax.checks import short
 from smcjax.cli.commands.tune_draft import (
     add_answers_options,
     add_training_options,
@@ -22,7 +23,6 @@ from smcjax.cli.commands.tune_draft import (
 from smcjax.cli.options import add_quiet_option, remark
 from smcjax.cli.parser import whole
 from smcjax.cli.potentials import imported_potential, is_place
-from smcjax.normalize import short
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:

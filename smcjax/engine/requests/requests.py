@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from smcjax.checks import is_unicode, short
 from smcjax.engine.requests.batch import Batch
 from smcjax.engine.requests.sampling_params import SamplingParams
-from smcjax.normalize import is_unicode, short
 from smcjax.structured.automaton import Automata, Automaton
 from smcjax.tokenizer.tokenizer import Tokenizer
 

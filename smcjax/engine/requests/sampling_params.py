@@ -7,11 +7,23 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smcjax.checks import FLAG, SHARE, Rule, is_number, is_whole, number, or_none, require, whole
+from smcjax.checks import (
+    FLAG,
+    SHARE,
+    Rule,
+    is_number,
+    is_whole,
+    names_unknown,
+    normalize_fields,
+    number,
+    or_none,
+    require,
+    short,
+    whole,
+)
 from smcjax.decoders import MAX_ALTERNATIVES
 from smcjax.decoders.parts import Potential
 from smcjax.decoders.text_potential import TextPotential
-from smcjax.normalize import names_unknown, normalize_fields, short
 from smcjax.structured.response_format import Expression, expression_of
 
 MAX_SEED = 2**32 - 1

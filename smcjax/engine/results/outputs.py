@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smcjax.normalize import short
+from smcjax.checks import short
 
 
 class TokenLogprob(NamedTuple):

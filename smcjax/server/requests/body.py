@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from smcjax.normalize import is_unicode, short
+from smcjax.checks import is_unicode, short
 from smcjax.server.errors import CLOSE, APIError
 
 DEPTH = 32  # of arrays and objects in each other

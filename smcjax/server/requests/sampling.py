@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from smcjax.checks import short
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
-from smcjax.normalize import short
 from smcjax.server.errors import APIError
 from smcjax.server.requests.schemas import Ask, ChatAsk, CompletionAsk
 
