@@ -200,6 +200,9 @@ def test_streaming_prefix_is_final() -> None:
         state, _ = step(program, PAIR.params, state)
     best = dataclasses.replace(program, decoding=dataclasses.replace(program.decoding, select="best"))
     assert not state.failed.any()
+    largest = np.argmax(state.log_weight, axis=1)
+    np.testing.assert_array_equal(select(best, state), largest)
+    assert (np.asarray(select(program, state)) != largest).any(), "control"
     revoked = 0
     for way in (program, best):
         for group, chosen in enumerate(select(way, state).tolist()):
