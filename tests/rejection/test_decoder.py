@@ -144,13 +144,13 @@ def test_ragged_limits_and_company(decoding: Rejection) -> None:
     again = answers(program, decode(program, moved)[0])
     assert [again[order.index(i)] for i in (0, 1, 2, 4, 5)] == [got[i] for i in (0, 1, 2, 4, 5)]
     assert again[order.index(3)] != got[3], "control: another seed"
-    if decoding in DECODINGS[1::2]:
+    if decoding == DECODINGS[1]:
         single = program_of(decoding, page_size=1)
         assert answers(single, decode(single, asks, 600)[0]) == got
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page_size", "prompt"), [(1, 3), (4, 6), (7, 7)])
+@pytest.mark.parametrize(("page_size", "prompt"), [(1, 3), (7, 7)])
 def test_worst_case_bound_of_pages_suffices(page_size: int, prompt: int) -> None:
     """Three candidates with the pages that agreeing rows can take at most lose no token; with fewer they do."""
     decoding = Rejection(gamma=2, n_candidates=3)
