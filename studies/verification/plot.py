@@ -22,6 +22,7 @@ from smcjax.viz.picture import BASE, INK, colour_of, label_right, log_ticks, new
 
 Record = dict[str, Any]
 WAYS = {"host": "host-visible", "device": "on the device", "program": "inside a program"}
+BESIDE = "verify: two launches"  # beside which one block is seen
 AXES = {"rows": "b", "alpha": "α", "gamma": "γ", "dim": "D"}
 METHODS = ("op by op", "xla", "a thread a row", "ours", "torch", "two launches", "one launch", "one block")
 COLOURS = {name: colour_of(at) for at, name in enumerate((*METHODS, "a block a row", "the same after a wait"))}
@@ -63,9 +64,7 @@ def _lines(records: Sequence[Record], kind: str, over: str, label: str, **at: An
     ways = [way for way in WAYS if any(way in t for r in chosen for m, t in r["times"].items() if m.startswith(kind))]
     if not ways:
         return None
-    figure, panels = _figure(
-        len(ways), _slowest(chosen[-1], kind, ways[min(1, len(ways) - 1)], f"{label} = {chosen[-1][over]}")
-    )
+    figure, panels = _figure(len(ways), _slowest(chosen, kind, "device" if "device" in ways else ways[0], over))
     for panel, way in zip(panels, ways, strict=True):
         labels = []
         for name, colour in COLOURS.items():
@@ -90,14 +89,14 @@ def _lines(records: Sequence[Record], kind: str, over: str, label: str, **at: An
     return figure
 
 
-def _slowest(record: Record, kind: str, way: str, where: str) -> str:
-    """The title: what the slowest method takes beside ours, at one record."""
-    times = {
-        m.partition(": ")[2]: each[way] for m, each in record["times"].items() if m.startswith(kind) and way in each
-    }
-    name = max(times, key=lambda one: times[one])
-    ours = f", ours {times['ours']:.3g}" if "ours" in times else ""
-    return f"{kind.capitalize()} {WAYS[way]} at {where}: {name} takes {times[name]:.3g} µs{ours}"
+def _slowest(records: Sequence[Record], kind: str, way: str, over: str) -> str:
+    """The title: what the slowest method takes beside ours, at the last record that was measured in this way."""
+    found = [(r[over], {m: t[way] for m, t in r["times"].items() if m.startswith(kind) and way in t}) for r in records]
+    at, times = next((at, times) for at, times in reversed(found) if times)
+    name = max(times, key=lambda method: times[method])
+    ours = f", ours {times[f'{kind}: ours']:.3g}" if f"{kind}: ours" in times else ""
+    where = f"{kind.capitalize()} {WAYS[way]} at {AXES[over]} = {at}"
+    return f"{where}: {name.partition(': ')[2]} takes {times[name]:.3g} µs{ours}"
 
 
 def _device(record: Record, method: str) -> float | None:
@@ -112,9 +111,12 @@ def _launches_map(records: Sequence[Record], alpha: float = 0.9) -> Figure | Non
 
 
 def _scan_map(records: Sequence[Record]) -> Figure | None:
-    """A thread a row over a warp a row, on the device, a panel for each number of rows."""
+    """A thread a row beside a warp a row, on the device, a panel for each number of rows."""
     return _ratio_map(
-        records, ("scan: a thread a row", "scan: ours"), ("rows", "alpha", "gamma"), "A thread a row over a warp a row"
+        records,
+        ("scan: a thread a row", "scan: ours"),
+        ("rows", "alpha", "gamma"),
+        "A thread a row beside a warp a row",
     )
 
 
@@ -152,7 +154,9 @@ def _ratio_map(
 
 def _crossover(records: Sequence[Record]) -> Figure | None:
     """Time on the device over the bytes of KV that are accepted."""
-    figure, (panel,) = _figure(1, "One block's time grows with its bytes, a grid's with the memory's floor", width=7.0)
+    both = [a / b for r in records if (a := _device(r, "verify: one block")) and (b := _device(r, BESIDE))]
+    most = f", at most {max(both):.3g} times {BESIDE.partition(': ')[2]}'s" if both else ""
+    figure, (panel,) = _figure(1, f"One block's time grows with its bytes{most}", width=7.0)
     labels = []
     for name in ("one block", "one launch", "two launches", "xla"):
         mine = [(r, t) for r in records if (t := _device(r, f"verify: {name}")) and r["dim"]]

@@ -99,7 +99,7 @@ NAMED: dict[str, Any] = {"vowels": TextPotential(vowels, ask=3), "b": smc.TokenP
 
 @pytest.fixture(scope="session")
 def steering(models: Models) -> Iterator[Running]:
-    """The same models on a server that has potentials."""
+    """Serves the same models with potentials that requests may name."""
     with running(models, potentials=NAMED) as server:
         yield server
 

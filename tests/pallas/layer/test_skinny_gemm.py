@@ -54,7 +54,7 @@ def exact_swiglu(x: jax.Array, w: jax.Array) -> np.ndarray:
 
 
 def exact_eight_bits(x: jax.Array, matrix: Quantized, add_to: jax.Array | None = None) -> np.ndarray:
-    """Of the rounded numbers, in float64."""
+    """Computes the product of the rounded numbers in float64."""
     seen = np.asarray(x, np.float64)
     if matrix.kind.rounds_activations:
         rounded, of_x = matrix.kind.round(x)
