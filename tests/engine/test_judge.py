@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import threading
@@ -48,6 +49,13 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return write_judge(tmp_path_factory.mktemp("language"), config, weights), config, weights
 
 
+@pytest.fixture
+def float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judges keep float32, on a GPU too, where they would round an oracle's weights to bfloat16."""
+    for name in ("load_classifier", "load_checkpoint"):
+        monkeypatch.setattr(judging, name, functools.partial(getattr(judging, name), dtype="float32"))
+
+
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     return (
         logits
@@ -65,6 +73,7 @@ def log_probability(made: Made, judge: Judge, text: str, ending: str) -> float:
     return float(sum(logs[at - 1, whole[at]] for at in range(len(begin), len(whole))))
 
 
+@pytest.mark.usefixtures("float32")
 def test_rewards_are_the_scores(reward: Made) -> None:
     directory, config, weights = reward
     judge = Judge(directory, "Q: {prompt}\nA: {text}")
@@ -73,6 +82,7 @@ def test_rewards_are_the_scores(reward: Made) -> None:
     assert max(map(abs, judge("say", TEXTS))) > 1
 
 
+@pytest.mark.usefixtures("float32")
 def test_a_label_is_its_log_probability(tmp_path: Path) -> None:
     config, weights = make_classifier("qwen2", 3, vocab_size=SIZE)
     directory = write_judge(tmp_path, config, weights)
@@ -83,6 +93,7 @@ def test_a_label_is_its_log_probability(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.exp(found).sum(axis=0), 1, atol=1e-5)
 
 
+@pytest.mark.usefixtures("float32")
 @pytest.mark.parametrize("verdicts", [("y", "n"), ("yes", "no"), ("same", "samba"), ("a", "ab"), ("a" * 20, "b")])
 def test_verdicts_are_ratios_of_probabilities(language: Made, verdicts: tuple[str, str]) -> None:
     """Verdicts have one token or many, one length or two, and may cross a page's end."""
@@ -206,10 +217,11 @@ def test_labels_and_directories_that_do_not_fit_are_refused(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def steered(pair: Pair) -> Iterator[LLM]:
-    with smc_llm(pair, {"n_particles": 4, "gamma": 2}, max_num_seqs=4) as llm:
+    with smc_llm(pair, {"n_particles": 4, "gamma": 2}, max_num_seqs=4, dtype="float32") as llm:
         yield llm
 
 
+@pytest.mark.usefixtures("float32")
 @pytest.mark.slow
 def test_a_judge_steers_a_request(steered: LLM, reward: Made) -> None:
     """Its evidence and weights are those of a function with the oracle's numbers, seed by seed; another's are not."""
@@ -235,13 +247,15 @@ def test_a_judge_steers_a_request(steered: LLM, reward: Made) -> None:
     assert abs(weight(lambda prompt, texts: [-value for value in oracle(prompt, texts)])[1] - evidence) > 0.05
 
 
+@pytest.mark.usefixtures("float32")
 @pytest.mark.slow
-def test_an_llms_target_judges_by_its_own_arrays(steered: LLM, plain: LLM, pair: Pair) -> None:
+def test_an_llms_target_judges_by_its_own_arrays(steered: LLM, pair: Pair) -> None:
     """As a judge with weights of its own, also of a request that it steers itself; the draft as judge does not."""
     apart, own = Judge(pair.target, verdicts=("y", "n")), Judge(steered, verdicts=("y", "n"))
     held = jax.tree.leaves(steered.models.target_params)
     assert all(mine is its for mine, its in zip(jax.tree.leaves(own._params), held, strict=True))
-    assert Judge(plain, verdicts=("y", "n"))("ask", TEXTS) == apart("ask", TEXTS), "to the last bit"
+    with LLM(pair.target, decoding=Autoregressive(), max_model_len=48, max_num_seqs=2, dtype="float32") as plain:
+        assert Judge(plain, verdicts=("y", "n"))("ask", TEXTS) == apart("ask", TEXTS), "to the last bit"
     np.testing.assert_allclose(own("ask", TEXTS), apart("ask", TEXTS), atol=1e-5)  # beside a draft padding is cut
 
     def evidence(judge: Judge) -> float:
