@@ -16,11 +16,11 @@ from smcjax.decoding.sequences import Requests
 from smcjax.smc.acceptance import Acceptance, KeepAll, RejectionControl
 from smcjax.smc.decoder import SMCDecoder, run, step
 from smcjax.smc.ending import Outcomes, Roulette, WaitForAll
+from smcjax.smc.heads import Twist, ValueHead
 from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, select, start
 from smcjax.smc.potential import Answers, ConstantPotential, TokenPotential
 from smcjax.smc.resampling import resample
 from smcjax.smc.state import Info, State
-from smcjax.smc.twist import Twist
 from smcjax.smc.weights import effective_sample_size
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "State",
     "TokenPotential",
     "Twist",
+    "ValueHead",
     "WaitForAll",
     "begin",
     "conclude",

@@ -1,4 +1,4 @@
-"""A twist for a potential Φ, trained on the target's own answers: `smcjax.smc.twist` has what it is for.
+"""A twist for a potential Φ, trained on the target's own answers: `smcjax.smc.heads` has what it is for.
 
 Let R = Φ(x)/Φ(x_1:t) be what an answer x has yet to gain behind its beginning x_1:t. The loss of f = log ψ(x_1:t) is
 
@@ -33,7 +33,7 @@ from smcjax.model.files.checkpoint import load_checkpoint, resolve_model_path
 from smcjax.model.files.hub import bundled_model
 from smcjax.model.params import Params
 from smcjax.smc import potential as of_tokens
-from smcjax.smc.twist import Twist, TwistParams
+from smcjax.smc.heads import Twist, TwistParams
 from smcjax.tuning.answers import Answers, Asked, Batch, Batches, Sampling, answers_of, sample_outputs
 from smcjax.tuning.laws import Laws, TargetStates, log_ratio_of
 from smcjax.tuning.run import LINES, MARKS

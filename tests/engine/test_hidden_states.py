@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from smcjax import LLM, SamplingParams, smc
+from smcjax.smc.heads import HeadParams
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.engine.test_stop_strings import fingerprint, generate
 
 PROMPTS = ["a tale of two" + tail for tail in ("", " cities", "!", " cities")]
-
-
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """e^(direction·h) of beginnings, and 1 of whole answers."""
-
-    direction: tuple[float, ...]
-
-    @property
-    def hidden_size(self) -> int:
-        return len(self.direction)
-
-    def log_value(self, answers: smc.Answers) -> Any:
-        assert answers.hidden is not None
-        value = answers.hidden @ jnp.asarray(self.direction, answers.hidden.dtype)
-        return jnp.where(answers.finished, 0.0, value)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +23,9 @@ def llm(pair: Pair) -> Iterator[LLM]:
         yield llm
 
 
-def probe(llm: LLM, seed: int = 0) -> Probe:
-    return Probe(tuple(np.random.default_rng(seed).normal(size=llm.models.target.hidden_size).tolist()))
+def head(size: int, seed: int = 0) -> smc.ValueHead:
+    weight = np.random.default_rng(seed).normal(size=(1, size))
+    return smc.ValueHead(HeadParams(weight, np.zeros(1)))
 
 
 def ask(number: int, *potentials: Any) -> SamplingParams:
@@ -52,7 +36,9 @@ def ask(number: int, *potentials: Any) -> SamplingParams:
 def test_seeds_preemption_and_cached_prefixes(llm: LLM) -> None:
     """Tokens are the seed's, whatever batch, pages and prefix cache are; a request without it has those of before."""
     # Each set of potentials is a program: the first, the second, and both.
-    params = [ask(number, *([probe(llm, number % 2)] if number else [])) for number in range(4)]
+    params = [
+        ask(number, *([head(llm.models.target.hidden_size, number % 2)] if number else [])) for number in range(4)
+    ]
     plain = [fingerprint(output) for output in generate(llm, PROMPTS, [ask(number) for number in range(4)])]
     llm.engine.reset()
     alone = [generate(llm, prompt, one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
@@ -68,4 +54,4 @@ def test_seeds_preemption_and_cached_prefixes(llm: LLM) -> None:
 
 def test_another_models_potential_is_refused(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"reads hidden states of 2 numbers and the target's have .*; use one that"):
-        generate(llm, "ab", ask(0, Probe((1.0, 2.0))))
+        generate(llm, "ab", ask(0, head(size=2)))

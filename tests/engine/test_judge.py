@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
+import string
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +17,10 @@ import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, CheckpointError, Judge, SamplingParams, TextPotential
+from smcjax import LLM, Autoregressive, CheckpointError, Judge, SamplingParams, TextPotential, smc
 from smcjax.engine import judge as judging
 from smcjax.testing import battery
-from tests.checkpoints import Pair, write_tokenizer
+from tests.checkpoints import EOS, Pair, write_tokenizer
 from tests.engine.conftest import smc_llm
 from tests.model.files.test_classifier import make_classifier, oracle_scores
 from tests.model.hf_oracle import make_config, oracle_logits, random_weights, write_directory
@@ -294,3 +296,34 @@ def test_what_is_too_long_ends_its_request(steered: LLM, tmp_path: Path) -> None
     )[0]
     assert output.error is not None
     assert re.match(r"the potential Judge failed: its text has \d+ tokens and .* reads 1 to 40; shorten", output.error)
+
+
+@pytest.mark.usefixtures("float32")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_head_on_the_targets_own_states_is_the_judge(family: str, pair: Pair, tmp_path: Path) -> None:
+    """Where a classifier's decoder is the target: its judge's value of all of a particle's answer but its newest token.
+
+    An answer that ends by its end token is so valued whole, one that ends by its limit without its last token.
+    """
+    config, weights = make_classifier(family, 3, vocab_size=SIZE)
+    judge = Judge(write_judge(tmp_path / "classifier", config, weights), label=1)
+    model = {**config, "architectures": make_config(family)["architectures"], "eos_token_id": EOS}
+    weights.pop("score.weight")
+    letters = [*judge._tokenizer.encode(string.ascii_lowercase), EOS]  # nothing else is likely
+    weights["lm_head.weight"] = np.zeros((SIZE, 32), np.float32)
+    weights["lm_head.weight"][letters] = 3 * np.random.default_rng(0).normal(size=(len(letters), 32))
+    target = write_judge(tmp_path / "target", model, weights)
+    head = smc.ValueHead.load(judge.model, label=1, exponent=0.5)
+    rolled = dataclasses.replace(head, params=head.params._replace(weight=np.roll(head.params.weight, 1, axis=1)))
+    with smc_llm(Pair(target, pair.draft), {"n_particles": 16, "ess_threshold": 0.0}, dtype="float32") as llm:
+        fields = {"max_tokens": 6, "seed": 3}
+        asked = [SamplingParams(**fields, potentials=potentials) for potentials in ([], [head], [rolled])]
+        found = [output.smc.particles for output in llm.generate(["say "] * 3, asked, use_tqdm=False)]
+    assert {particle.finish_reason for particle in found[0]} == {"stop", "length"}
+    texts = [one.text if one.finish_reason == "stop" else one.text[:-1] for one in found[0]]
+    wanted = 0.5 * np.array(judge("say ", texts))
+    for particles, is_right in ((found[1], True), (found[2], False)):
+        assert [one.token_ids for one in particles] == [one.token_ids for one in found[0]]
+        gained = np.array([one.log_weight - was.log_weight for one, was in zip(particles, found[0], strict=True)])
+        assert (np.abs(gained - wanted).max() < 1e-3) == is_right, "negative control: other columns"
+    assert np.ptp(wanted) > 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from smcjax import TextPotential, smc
-from smcjax.smc.twist import TwistParams
+from smcjax.smc.heads import TwistParams
 from smcjax.tuning.answers import Sampling
 from smcjax.tuning.train import Schedule
 from smcjax.tuning.twist import STEEPEST, Given, loss, of_rows, require_trainable, tune_twist

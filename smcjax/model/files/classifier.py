@@ -1,17 +1,19 @@
 """Directories of sequence classifiers and reward models: `score.weight` on the last hidden state, no language head.
 
 transformers names such a class `LlamaForSequenceClassification`, or likewise for another family; one label makes it a
-reward model.
+reward model. TRL's models have a value head, `v_head.summary`, beside their language head.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from smcjax.errors import CheckpointError
@@ -29,10 +31,11 @@ from smcjax.model.files.checkpoint import (
     weights_dtype,
 )
 from smcjax.model.files.hf_config import read_config
-from smcjax.model.files.tensor_files import Source, refuse_companions
+from smcjax.model.files.tensor_files import Source, TensorFile, refuse_companions
 from smcjax.model.params import Params, param_shapes
 
 _CLASS, _SCORE = "ForSequenceClassification", "score.weight"
+_VALUE = "v_head.summary.weight"  # of TRL
 
 
 def is_classifier(directory: str | os.PathLike[str]) -> bool:
@@ -73,13 +76,7 @@ def load_classifier(
     tensors = dict(open_tensors(path))
     if _SCORE not in tensors:
         raise CheckpointError(f"{path} has no tensor {_SCORE!r}, a classifier's head; fetch the weights again")
-    of_score = tensors.pop(_SCORE)
-    stored = tuple(of_score.shapes[_SCORE])
-    if len(stored) != 2 or not stored[0] or stored[1] != read.config.hidden_size:
-        raise CheckpointError(
-            f"{path}: {_SCORE} is {list(stored)} instead of [labels, {read.config.hidden_size}]; use the config.json "
-            "that belongs to the weights"
-        )
+    score = _read_weight(path, {_SCORE: tensors.pop(_SCORE)}, _SCORE, kept, width=read.config.hidden_size)
     shapes = param_shapes(read.config, kept)
     stacks, tree = jax.tree.flatten(tensor_names(read.config, family.names, family.norm_offset))
     account_for_names(path, stacks, jax.tree.leaves(shapes), {}, tensors)
@@ -88,5 +85,41 @@ def load_classifier(
         jax.block_until_ready(jax.device_put(read_stack(source, stack.parts, shape, stack.offset)))
         for stack, shape in zip(stacks, jax.tree.leaves(shapes), strict=True)
     ]
-    score = read_stack(Source({_SCORE: of_score}), [(_SCORE, stored[0])], jax.ShapeDtypeStruct(stored, kept))
     return read.config, jax.tree.unflatten(tree, leaves), jnp.asarray(score)
+
+
+def load_head(directory: str | os.PathLike[str]) -> tuple[Float[np.ndarray, "labels E"], Float[np.ndarray, " labels"]]:
+    """The weight and bias, float32, of a directory's classifier's head or of TRL's value head; the rest is not read.
+
+    Raises CheckpointError for a directory without such a head, or whose numbers cannot be used.
+    """
+    path = resolve_model_path(directory)
+    refuse_companions(path)
+    tensors = open_tensors(path)
+    name = next((one for one in (_SCORE, _VALUE) if one in tensors), None)
+    if name is None:
+        raise CheckpointError(
+            f"{path} has neither {_SCORE!r}, a classifier's head, nor {_VALUE!r}, a value head of TRL; name a model "
+            "that has one"
+        )
+    weight = _read_weight(path, tensors, name, np.float32)
+    bias, labels = name.replace("weight", "bias"), len(weight)
+    if bias not in tensors:
+        return weight, np.zeros(labels, np.float32)
+    stored = tensors[bias].shapes[bias]
+    if stored != (labels,):
+        raise CheckpointError(f"{path}: {bias} is {list(stored)} instead of [{labels}]; fetch the weights again")
+    return weight, read_stack(Source(tensors), [(bias, labels)], jax.ShapeDtypeStruct(stored, np.float32))
+
+
+def _read_weight(
+    path: Path, tensors: Mapping[str, TensorFile], name: str, dtype: Any, *, width: int | None = None
+) -> Float[np.ndarray, "labels E"]:
+    """A head's weight. Raises CheckpointError for another shape than [labels, `width`], where that is known."""
+    stored = tensors[name].shapes[name]
+    if len(stored) != 2 or 0 in stored or width not in (None, stored[1]):
+        raise CheckpointError(
+            f"{path}: {name} is {list(stored)} instead of [labels, {width or 'E'}]; use a config.json and weights that "
+            "belong together"
+        )
+    return read_stack(Source(tensors), [(name, stored[0])], jax.ShapeDtypeStruct(stored, dtype))

@@ -1,19 +1,23 @@
-"""Classifiers' directories: scores against transformers' recorded ones and a float64 decoder, and what is refused."""
+"""Classifiers' directories and heads alone: scores by transformers and a float64 decoder, and what is refused."""
 
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from smcjax.errors import CheckpointError
 from smcjax.model.decoder import forward
-from smcjax.model.files.classifier import is_classifier, load_classifier
-from tests.model.hf_oracle import make_config, oracle_logits, random_weights, write_directory
+from smcjax.model.files.classifier import is_classifier, load_classifier, load_head
+from smcjax.model.folding import fold_norms
+from tests.model.hf_oracle import as_stored, make_config, oracle_logits, random_weights, write_directory
 
 _forward = jax.jit(forward, static_argnums=0)
 # Of `AutoModelForSequenceClassification` (transformers 5.24, torch 2.15), for `make_classifier`'s weights of seed 5 and
@@ -46,16 +50,18 @@ def oracle_scores(config: dict[str, Any], weights: dict[str, np.ndarray], tokens
 
 @pytest.mark.parametrize("family", RECORDED)
 def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Also where an engine has folded norms away: the last one, which a head expects, is never among them."""
     recorded = RECORDED[family]
     raw, weights = make_classifier(family, len(recorded[45]))
     write_directory(tmp_path, raw, weights)
     assert is_classifier(tmp_path)
     config, params, score = load_classifier(tmp_path, "float32")
-    for length, wanted in recorded.items():
-        tokens = np.random.default_rng(length).integers(3, 96, length)
-        found = np.asarray(score) @ np.asarray(_forward(config, params, tokens[None].astype(np.int32)))[0, -1]
-        np.testing.assert_allclose(found, wanted, atol=2e-4)
-        np.testing.assert_allclose(found, oracle_scores(raw, weights, tokens.tolist()), atol=2e-4)
+    for decoder in (params, fold_norms(params, config)):
+        for length, wanted in recorded.items():
+            tokens = np.random.default_rng(length).integers(3, 96, length)
+            found = np.asarray(score) @ np.asarray(_forward(config, decoder, tokens[None].astype(np.int32)))[0, -1]
+            np.testing.assert_allclose(found, wanted, atol=2e-4)
+            np.testing.assert_allclose(found, oracle_scores(raw, weights, tokens.tolist()), atol=2e-4)
 
 
 def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
@@ -91,3 +97,64 @@ def test_what_is_no_whole_classifier_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text(json.dumps([1]))
     assert not is_classifier(tmp_path / "broken")
+
+
+def test_a_head_is_read_alone(tmp_path: Path) -> None:
+    """Of a classifier, in one file or among shards, and of TRL's value head with its bias: the stored numbers."""
+    raw, weights = make_classifier("qwen2", 3)
+    for dtype, shards in (("float32", 1), ("bfloat16", 3)):
+        write_directory(tmp_path / dtype, raw, weights, dtype, shards)
+        weight, bias = load_head(tmp_path / dtype)
+        assert weight.dtype == np.float32
+        np.testing.assert_array_equal(weight, as_stored(weights, dtype)["score.weight"])
+        np.testing.assert_array_equal(bias, np.zeros(3))
+    rng = np.random.default_rng(0)
+    stored: list[np.ndarray] = [rng.normal(size=(1, 32)).astype(np.float16), rng.normal(size=1)]
+    raw = make_config("llama")
+    weights = {"v_head.summary.weight": stored[0], "v_head.summary.bias": stored[1], **random_weights(raw)}
+    (tmp_path / "trl").mkdir()
+    save_file(weights, tmp_path / "trl" / "model.safetensors")
+    for found, value in zip(load_head(tmp_path / "trl"), stored, strict=True):
+        np.testing.assert_array_equal(found, value.astype(np.float32))
+
+
+class Danger:
+    """Unpickled, it says so."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a pickle was executed",)
+
+
+def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
+    good = np.ones((2, 4), np.float32)
+    cases: list[tuple[dict[str, np.ndarray], str]] = [
+        (
+            {"lm.head": good},
+            "has neither 'score.weight', a classifier's head, nor 'v_head.summary.weight', a value head of",
+        ),
+        ({"score.weight": good[0]}, r"score\.weight is \[4\] instead of \[labels, E\]; use a config"),
+        ({"score.weight": good[:0]}, r"score\.weight is \[0, 4\] instead"),
+        ({"score.weight": good * np.nan}, "score.weight.* has nan in row 0"),
+        ({"score.weight": good.astype(np.int8)}, "dtype I8"),
+        ({"v_head.summary.weight": good, "v_head.summary.bias": good[0]}, r"bias is \[4\] instead of \[2\]; fetch"),
+        ({"v_head.summary.weight": good, "v_head.summary.bias": good[:, 0] * np.inf}, "bias.* has inf in row 0"),
+    ]
+    for number, (tensors, words) in enumerate(cases):
+        path = tmp_path / str(number)
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=words) as refusal:
+            load_head(path)
+        assert "\n" not in str(refusal.value)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(Danger()))
+    with pytest.raises(CheckpointError, match="holds pickled weights"):
+        load_head(pickled)
+    shutil.copy(pickled / "pytorch_model.bin", pickled / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is not a complete safetensors file"):
+        load_head(pickled)
+    write_directory(tmp_path / "adapted", *make_classifier("llama", 1))
+    (tmp_path / "adapted" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="an adapter, which is not applied; merge it"):
+        load_head(tmp_path / "adapted")

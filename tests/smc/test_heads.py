@@ -1,4 +1,4 @@
-"""Twists: whatever they say, the law is Φ's; files, and what is refused."""
+"""Heads on hidden states: a value head is the factor that it says; whatever a twist says, the law is Φ's; files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from smcjax import CheckpointError, smc
-from smcjax.smc.twist import TwistParams
+from smcjax.smc.heads import HeadParams, TwistParams
 from smcjax.testing import battery
 from tests.helpers import published
 from tests.smc.enumeration import HIDDEN, Enumeration, Toy, deviation
@@ -99,3 +100,80 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         smc.Twist(params._replace(tokens=params.tokens[:, :2]))
     with pytest.raises(ValueError, match="not finite"):
         smc.Twist(params._replace(up_bias=params.up_bias * np.nan))
+
+
+def random_head(labels: int, hidden: int = HIDDEN, seed: int = 0, **fields: Any) -> smc.ValueHead:
+    rng = np.random.default_rng(seed)
+    arrays = (rng.normal(size=shape).astype(np.float32) for shape in ((labels, hidden), (labels,)))
+    return smc.ValueHead(HeadParams(*arrays), **fields)
+
+
+def log_factor(head: smc.ValueHead, hidden: np.ndarray) -> float:
+    """log Φ in float64, as the head's definition says."""
+    weight, bias = (np.asarray(leaf, np.float64) for leaf in head.params)
+    scores = weight @ hidden + bias
+    value = scores[0] if head.label is None else scores[head.label] - np.log(np.exp(scores).sum())
+    return float(head.exponent * value)
+
+
+def off_by_head(case: str, head: smc.ValueHead, law_of: smc.ValueHead | None = None) -> float:
+    """The largest over Ω of |E[Ẑ·Σ W_i·1{x_i = x}] − p(x)^α·Φ(x)|, Φ of the head `law_of` (None: of `head`)."""
+    name, config = CASES[case]
+    toy = TOYS[name]
+    done = Enumeration(toy, published(n_particles=2, **config, potentials=(head,))).run()
+    law = toy.outcomes(done.config.power)
+    return deviation(
+        done, {x: mass * np.exp(log_factor(law_of or head, toy.hidden(x[:-1]))) for x, mass in law.items()}
+    )
+
+
+HEADS = {"a reward": random_head(1, exponent=0.5), "a label of three": random_head(3, label=1)}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_value_head_is_a_factor(case: str, kind: str) -> None:
+    """To 1e-12: its score behind all of an answer but the last token."""
+    assert off_by_head(case, HEADS[kind]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_control_a_head_of_other_columns_breaks_the_law(kind: str) -> None:
+    """Negative control: the columns of its weight rolled by one."""
+    head = HEADS[kind]
+    rolled = dataclasses.replace(head, params=head.params._replace(weight=np.roll(head.params.weight, 1, axis=1)))
+    assert off_by_head("two", rolled, law_of=head) > 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class OfAnother(smc.ValueHead):
+    """A mistake: a row's score is that of the row beside it."""
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        return super().log_value(answers._replace(hidden=jnp.roll(answers.hidden, 1, axis=0)))
+
+
+def test_the_battery_takes_heads_and_sees_another_rows_state() -> None:
+    for head in HEADS.values():
+        battery(head)
+    with pytest.raises(AssertionError, match="must not depend on other rows"):
+        battery(OfAnother(random_head(1).params))
+
+
+def test_value_heads_are_told_apart_and_refused(tmp_path: Path) -> None:
+    head = random_head(3, label=1)
+    assert head == random_head(3, label=1)
+    assert len({repr(one) for one in (head, random_head(3, label=2), random_head(3, seed=1, label=1))}) == 3
+    for label in (None, 3, -1, True):
+        with pytest.raises(ValueError, match=rf"label must be a whole number from 0 to 2, got {label}\.$"):
+            random_head(3, label=label)
+    with pytest.raises(ValueError, match=r"label is 0 and the head has one, whose score is the value; leave it out\.$"):
+        random_head(1, label=0)
+    for exponent in (-1.0, np.nan):
+        with pytest.raises(ValueError, match="exponent must be a number from 0"):
+            random_head(1, exponent=exponent)
+    for weight in (np.ones((2, 4)), np.ones(4), np.ones((1, 4, 1))):
+        with pytest.raises(ValueError, match=r"shapes \(labels, E\), \(labels,\), got .*; read it anew\.$"):
+            smc.ValueHead(HeadParams(weight, np.ones(1)))
+    with pytest.raises(ValueError, match="not finite"):
+        smc.ValueHead(HeadParams(np.full((1, 4), np.inf), np.ones(1)))
