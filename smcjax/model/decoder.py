@@ -25,16 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from smcjax.matmul import Dense, Quantized, matrix
+from smcjax.matmul import Dense, Quantized, is_whole, matrix
 from smcjax.model.attention import Projection
 from smcjax.model.config import ModelConfig, Rope
 from smcjax.model.params import Folded, Params, PreNorm
 from smcjax.pallas import (
     HeadNorms,
+    Norm,
     PendingNorm,
     add_rms_norm,
     implementations,
     rms_norm,
+    round_rows,
     skinny_gemm,
     skinny_gemm_eight_bits,
     skinny_gemm_swiglu,
@@ -69,25 +71,40 @@ def linear(
     weight: Any,
     bias: Float[Array, " O"] | None,
     *,
+    norm: Norm | None = None,
     add_to: Float[Array, "*shape O"] | None = None,
 ) -> Float[Array, "*shape O"]:
-    """add_to + weight · x + bias with f32 accumulation, in x's dtype; `weight` [O, I] is a leaf of `Params`."""
+    """add_to + weight · x + bias with f32 accumulation, in x's dtype; `weight` [O, I] is a leaf of `Params`.
+
+    A `norm` of x is applied where `norms_itself` is true of the matrix.
+    """
     if bias is None:
-        return product(x, weight, add_to=add_to)
+        return product(x, weight, norm=norm, add_to=add_to)
     y = matrix(weight)(x, add_to=add_to)
     return y + jnp.broadcast_to(bias, y.shape)  # which XLA adds within the product
 
 
 def product(
-    x: Float[Array, "*shape I"], weight: Any, *, add_to: Float[Array, "*shape O"] | None = None, out: Any = None
+    x: Float[Array, "*shape I"],
+    weight: Any,
+    *,
+    norm: Norm | None = None,
+    add_to: Float[Array, "*shape O"] | None = None,
+    out: Any = None,
 ) -> Float[Array, "*shape O"]:
-    """`Matrix`'s add_to + weight · x, of few rows by a kernel."""
+    """`Matrix`'s add_to + weight · x, of few rows by a kernel; of the normed x where `norms_itself` is true."""
     of = matrix(weight)
+    if isinstance(of, Quantized):
+        return skinny_gemm_eight_bits(x, of, norm=norm, add_to=add_to, out=out)
+    assert norm is None
     if isinstance(of, Dense):
         return skinny_gemm(x, of.values, add_to=add_to, out=out)
-    if isinstance(of, Quantized):
-        return skinny_gemm_eight_bits(x, of, add_to=add_to, out=out)
     return of(x, add_to=add_to, out=out)
+
+
+def norms_itself(weight: Any, x: Float[Array, "*shape I"]) -> bool:
+    """True for a matrix whose product norms x as it rounds it: in float8, by a kernel that reads x anyway."""
+    return isinstance(weight, Quantized) and round_rows.kernel_for(x, weight.kind) is not None
 
 
 def rope_angles(
@@ -118,7 +135,6 @@ def hidden_states(
     """
     angles = {rope: rope_angles(rope, config.head_dim, positions) for rope in {s.rope: None for s in config.layers}}
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
-    norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
     x = matrix(params.embed).rows(tokens)
     if config.embed_scale != 1:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
@@ -127,18 +143,25 @@ def hidden_states(
     def pending(x: jax.Array, norm: PreNorm | None) -> PendingNorm | None:
         return PendingNorm(x, eps) if isinstance(norm, Folded) and leaves_pending else None
 
-    def reads_stream(norm: PreNorm | None) -> bool:
-        """True where a product reads the residual stream itself: without a norm, or with one that is pending."""
-        return norm is None or (isinstance(norm, Folded) and leaves_pending)
+    def carried(norm: PreNorm | None, weight: Any, bias: jax.Array | None, own: Any = None) -> Norm | None:
+        """A norm that the product with `weight` applies itself; None where it does not, or others read x as well."""
+        if norm is None or isinstance(norm, Folded) or bias is not None or own or not norms_itself(weight, x):
+            return None
+        return Norm(norm, eps)
+
+    def reads_stream(norm: PreNorm | None, carried: Norm | None) -> bool:
+        """True where a product reads the residual stream itself: its norm is carried or pending, or there is none."""
+        return norm is None or carried is not None or (isinstance(norm, Folded) and leaves_pending)
 
     def weight_of(norm: PreNorm | None) -> jax.Array | None:
         return None if isinstance(norm, Folded) else norm
 
     def added(
-        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, post: jax.Array | None, norm: PreNorm | None
+        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, post: jax.Array | None, index: int
     ) -> tuple[jax.Array, jax.Array]:
-        """x + weight · y, the product normed by `post` where the layer does so; and what the next product reads."""
-        if not reads_stream(norm):
+        """x + weight · y, the product normed by `post` where the layer does so; and what reads norm `index` next."""
+        norm = norms[index]
+        if not reads_stream(norm, carries[index]):
             return add_rms_norm(x, normed_by(post, linear(y, weight, bias)), weight_of(norm), eps)
         x = linear(y, weight, bias, add_to=x) if post is None else x + normed_by(post, linear(y, weight, bias))
         return x, x
@@ -146,13 +169,21 @@ def hidden_states(
     def normed_by(norm: jax.Array | None, y: jax.Array) -> jax.Array:
         return y if norm is None else rms_norm(y, norm, eps)
 
-    normed = x if reads_stream(norms[0]) else rms_norm(x, weight_of(norms[0]), eps)
+    # Two norms a layer, in the order in which they are applied, and the last one.
+    norms: list[PreNorm | None] = []
+    carries: list[Norm | None] = []
+    for layer in params.layers:
+        norms += [layer.attn_norm, layer.mlp_norm]
+        carries.append(carried(layer.attn_norm, layer.qkv, layer.qkv_bias, layer.attention))
+        carries.append(carried(layer.mlp_norm, layer.gate_up, layer.gate_up_bias))
+    norms, carries = [*norms, params.final_norm], [*carries, None]
+    normed = x if reads_stream(norms[0], carries[0]) else rms_norm(x, weight_of(norms[0]), eps)
     for index, layer in enumerate(params.layers):
         if watch is not None:
             watch(index, x)
         spec = config.layer(index)
         cos, sin = angles[spec.rope]
-        qkv = linear(normed, layer.qkv, layer.qkv_bias)
+        qkv = linear(normed, layer.qkv, layer.qkv_bias, norm=carries[2 * index])
         qkv = qkv.reshape(*tokens.shape, -1, config.head_dim)
         of_heads = None
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -169,24 +200,27 @@ def hidden_states(
             angles=functools.partial(rope_angles, spec.rope, config.head_dim),
         )
         attended = attend(index, projection).reshape(flat)
-        x, normed = added(x, attended, layer.o, layer.o_bias, layer.attn_post_norm, layer.mlp_norm)
-        h = gated_product(normed, layer.gate_up, layer.gate_up_bias, pending(x, layer.mlp_norm), spec.activation)
-        x, normed = added(x, h, layer.down, layer.down_bias, layer.mlp_post_norm, norms[index + 1])
+        x, normed = added(x, attended, layer.o, layer.o_bias, layer.attn_post_norm, 2 * index + 1)
+        to_come = pending(x, layer.mlp_norm)
+        norm = carries[2 * index + 1] if to_come is None else Norm(None, eps)
+        h = gated_product(normed, layer.gate_up, layer.gate_up_bias, norm, spec.activation)
+        x, normed = added(x, h, layer.down, layer.down_bias, layer.mlp_post_norm, 2 * index + 2)
     if watch is not None:
         watch(len(params.layers), x)
     return normed
 
 
 def gated_product(
-    x: Float[Array, "*shape E"], weight: Any, bias: jax.Array | None, pending: PendingNorm | None, activation: str
+    x: Float[Array, "*shape E"], weight: Any, bias: jax.Array | None, norm: Norm | None, activation: str
 ) -> Float[Array, "*shape F"]:
-    """activation(gate) · up of the product with x, whose norm may be pending; of few rows by one kernel."""
-    of = matrix(weight)
-    if isinstance(of, Dense) and bias is None and pending is not None and activation == "silu":
-        kernel = skinny_gemm_swiglu.kernel_for(x, of.values, pending.eps)
+    """activation(gate) · up of the product with x, which `norm` is still to norm; of few rows by one kernel."""
+    if is_whole(weight) and bias is None and activation == "silu":
+        kernel = skinny_gemm_swiglu.kernel_for(x, weight, norm)
         if kernel is not None:
-            return kernel.run(x, of.values, pending.eps)
-    return gated(linear(x, weight, bias), pending, activation)
+            return kernel.run(x, weight, norm)
+    if norm is not None and norms_itself(weight, x) and bias is None:
+        return gated(linear(x, weight, bias, norm=norm), None, activation)
+    return gated(linear(x, weight, bias), None if norm is None else PendingNorm(x, norm.eps), activation)
 
 
 def gated(gate_up: Float[Array, "*shape FF"], pending: PendingNorm | None, activation: str) -> Float[Array, "*shape F"]:

@@ -22,8 +22,8 @@ from smcjax.pallas.cache.rotate_and_write import (
 )
 from smcjax.pallas.collectives.peer_memory import PeerMemory, Workspaces, reach_each_other, supports_peers
 from smcjax.pallas.dispatch import active_implementation, implementations
-from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm, rms_norm
-from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_eight_bits, skinny_gemm_swiglu
+from smcjax.pallas.layer.norm import Norm, PendingNorm, add_rms_norm, rms_norm
+from smcjax.pallas.layer.skinny_gemm import round_rows, skinny_gemm, skinny_gemm_eight_bits, skinny_gemm_swiglu
 from smcjax.pallas.layer.swiglu import swiglu
 from smcjax.pallas.sparse.gated_merge import gated_merge_mosaic
 from smcjax.pallas.sparse.grouped_attention import grouped_attention
@@ -33,6 +33,7 @@ from smcjax.pallas.sparse.grouped_tasks_kernel import tasks_of_blocks_mosaic
 __all__ = [
     "Copies",
     "HeadNorms",
+    "Norm",
     "PeerMemory",
     "PendingNorm",
     "Sharing",
@@ -56,6 +57,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "rotate_and_write",
+    "round_rows",
     "shared_attention_mosaic",
     "skinny_gemm",
     "skinny_gemm_eight_bits",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +16,34 @@ from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.folding import folded_shapes
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import param_shapes
+from smcjax.model.quantize import quantize_params
 from smcjax.model.view import BatchView
 from smcjax.pallas import implementations
+from smcjax.quantization import FLOAT8, INT8, Quantization
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
 
 LAYERS, NUM_PAGES = 2, 77
 
 
-def lowered(
+def lowered(*args: Any, **options: Any) -> str:
+    """What `traced` returns, lowered for CUDA."""
+    return traced(*args, **options).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def traced(
     rows: int,
     columns: int,
     implementation: str,
     *,
     folded: bool = False,
+    quantization: Quantization | None = None,
     page_size: int = 16,
     sparse: SparseVerification | None = None,
     heads: int = 8,
     **options: Any,
-) -> str:
-    """A forward with copies, its cache donated, lowered for CUDA."""
+) -> Any:
+    """A forward with copies, its cache donated."""
     config = ModelConfig(
         vocab_size=512,
         hidden_size=1024,
@@ -47,6 +56,8 @@ def lowered(
         **options,
     )
     params = (folded_shapes if folded else param_shapes)(config, jnp.bfloat16)
+    if quantization is not None:
+        params = jax.eval_shape(lambda params: quantize_params(params, quantization), params)
     cache = jax.eval_shape(lambda p: create_cache(config, p, num_pages=NUM_PAGES, page_size=page_size), params)
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -60,8 +71,7 @@ def lowered(
     arrays = (block, block, integers(rows, 8), block, integers(rows), integers(rows), copies)
     view = BatchView(*arrays, page_size=page_size, sparse=sparse)
     with implementations(implementation):
-        traced = jax.jit(forward, donate_argnums=0).trace(cache, params, view)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(forward, donate_argnums=0).trace(cache, params, view)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(8, 9), (8, 1)])
@@ -93,6 +103,15 @@ def test_products_of_few_rows_are_kernels(rows: int, columns: int) -> None:
     kernels = ("product_mosaic", "swiglu_product_mosaic", "_swiglu", "_rotate_and_write", "add_rms_norm_mosaic")
     assert [called.count(kernel) for kernel in kernels] == [3 * LAYERS, LAYERS, 0, LAYERS, 1]
     assert "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize(("quantization", "norms"), [(FLOAT8, 1), (INT8, 2 * LAYERS)], ids=["float8", "int8"])
+def test_products_of_float8_norm_as_they_round(patch_programs: Any, quantization: Quantization, norms: int) -> None:
+    """Of float8 the norm behind the last layer alone is by itself; those of int8 read what has been normed."""
+    asked = mock.Mock(wraps=decoder.add_rms_norm)
+    patch_programs(decoder, "add_rms_norm", asked)
+    traced(8, 9, "triton", quantization=quantization)
+    assert asked.call_count == norms
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ so a product can read x itself, and what reads the product divides: that norm is
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -30,6 +31,19 @@ MAX_ROWS = 512  # beyond, plain XLA is at the memory's speed
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm that a product is to apply to what it reads: x / rms(x) · weight (None: 1)."""
+
+    weight: Float[Array, " E"] | None
+    eps: float = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, x: Float[Array, "*shape E"]) -> Float[Array, "*shape E"]:
+        """The normed x, in its dtype."""
+        return rms_norm(x, self.weight, self.eps)
+
+
 class PendingNorm(NamedTuple):
     """A norm that a product of x still lacks, where one of x / rms(x) is meant."""
 
@@ -38,18 +52,20 @@ class PendingNorm(NamedTuple):
 
     def divide(self, y: Float[Array, "*shape ..."]) -> Float[Array, "*shape ..."]:
         """y / rms(x), in f32."""
-        scale = _inverse_rms(self.x.astype(jnp.float32), self.eps)
-        return y.astype(jnp.float32) * scale.reshape(*scale.shape[:-1], *[1] * (y.ndim - self.x.ndim + 1))
+        scale = inverse_rms_of(self.x, self.eps)
+        return y.astype(jnp.float32) * scale.reshape(*scale.shape, *[1] * (y.ndim - self.x.ndim + 1))
 
 
-def _inverse_rms(x: Float[Array, "*shape E"], eps: float) -> Float[Array, "*shape 1"]:
-    return lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+def inverse_rms_of(x: Float[Array, "*shape E"], eps: float) -> Float[Array, "*shape"]:
+    """1/rms(x) of each row in f32."""
+    wide = x.astype(jnp.float32)
+    return lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
 
 
 def rms_norm(x: Float[Array, "*shape E"], weight: Float[Array, " E"] | None, eps: float) -> Float[Array, "*shape E"]:
     """x / rms(x) · weight (None: 1) in x's dtype; x / rms(x) is made in f32, and kept so for a weight in f32."""
     x32 = x.astype(jnp.float32)
-    normed = x32 * _inverse_rms(x32, eps)
+    normed = x32 * inverse_rms_of(x32, eps)[..., None]
     if weight is None:
         return normed.astype(x.dtype)
     dtype = np.promote_types(x.dtype, weight.dtype)

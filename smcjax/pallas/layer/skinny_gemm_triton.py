@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Shaped
 
 from smcjax.device import HOPPER, SHARED_MEMORY, this_device
 from smcjax.matmul import Quantized
+from smcjax.pallas.layer.norm import Norm
 from smcjax.pallas.triton import launch as triton
 from smcjax.quantization import Quantization
 
@@ -182,11 +183,14 @@ def supports_product(x: jax.Array, w: jax.Array, *, add_to: jax.Array | None = N
     return fits and _supports_sizes(x, w.shape[0]) and _supports_result(x, add_to, out)
 
 
-def supports_eight_bits(x: jax.Array, matrix: Quantized, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
+def supports_eight_bits(
+    x: jax.Array, w: Quantized, *, norm: Norm | None = None, add_to: jax.Array | None = None, out: Any = None
+) -> bool:
     """True for products that the kernel computes: bfloat16, up to `MAX_ROWS` of x, float8 where the GPU has it."""
-    fits = x.dtype == jnp.bfloat16 and matrix.values.ndim == 2
-    multiplies = not matrix.kind.rounds_activations or triton.target_capability() >= FLOAT8_CAPABILITY
-    return fits and multiplies and _supports_sizes(x, matrix.shape[0]) and _supports_result(x, add_to, out)
+    fits = x.dtype == jnp.bfloat16 and w.values.ndim == 2
+    fits = fits and (norm is None or w.kind.rounds_activations)
+    multiplies = not w.kind.rounds_activations or triton.target_capability() >= FLOAT8_CAPABILITY
+    return fits and multiplies and _supports_sizes(x, w.shape[0]) and _supports_result(x, add_to, out)
 
 
 def product_triton(
@@ -204,8 +208,9 @@ def product_triton(
 
 def eight_bits_triton(
     x: Float[Array, "*shape I"],
-    matrix: Quantized,
+    w: Quantized,
     *,
+    norm: Norm | None = None,
     add_to: Float[Array, "*shape O"] | None = None,
     out: Any = None,
     tuning: Tuning | None = None,
@@ -213,23 +218,25 @@ def eight_bits_triton(
 ) -> Float[Array, "*shape O"]:
     """Computes `skinny_gemm_eight_bits` by the kernel, rounding once behind the sum, `add_to` included."""
     result = x.dtype if out is None else out
-    rounded, of_x = round_triton(x, matrix.kind, interpret=interpret) if matrix.kind.rounds_activations else (x, None)
+    rounded, of_x = x, None
+    if w.kind.rounds_activations:
+        rounded, of_x = round_triton(x, w.kind, norm, interpret=interpret)
     return _product(
-        matrix.kind.ordered(rounded), matrix.values, of_x, matrix.scale, add_to, result, tuning, interpret
+        w.kind.ordered(rounded), w.values, of_x, w.scale, add_to, result, tuning, interpret
     )  # fmt: skip
 
 
 def round_triton(
-    x: Float[Array, "*shape I"], kind: Quantization, *, interpret: Any = None
+    x: Float[Array, "*shape I"], kind: Quantization, norm: Norm | None = None, *, interpret: Any = None
 ) -> tuple[Shaped[Array, "*shape I"], Float[Array, "*shape"]]:
-    """Computes `kind.round`, of a kind whose numbers are not whole, in one launch."""
+    """Computes `round_rows`, of a kind whose numbers are not whole, in one launch."""
     from smcjax.pallas.layer.skinny_gemm_triton_kernel import rounded
 
     *shape, columns = x.shape
-    rows = x.size // columns
+    rows, weight = x.size // columns, None if norm is None else norm.weight
     values, scale = triton.launch(
         rounded,
-        x.reshape(rows, columns),
+        *(x.reshape(rows, columns), x if weight is None else weight),  # what is not there is not read
         out=(jax.ShapeDtypeStruct((rows, columns), jnp.dtype(kind.dtype)), jax.ShapeDtypeStruct((rows,), jnp.float32)),
         grid=(rows,),
         warps=8,
@@ -238,6 +245,8 @@ def round_triton(
         WIDTH=columns,
         BLOCK=min(ROUNDED, triton.power_of_two(columns)),
         LARGEST=kind.largest,
+        WEIGHTED=weight is not None,
+        EPS=None if norm is None else norm.eps,
     )
     return values.reshape(x.shape), scale.reshape(shape)
 

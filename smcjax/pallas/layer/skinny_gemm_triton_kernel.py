@@ -167,29 +167,41 @@ def skinny_product(
 @triton.jit
 def rounded(
     x,  # [rows, WIDTH]
+    weight,  # [WIDTH] of the norm
     values,  # [rows, WIDTH] float8
     scale,  # [rows] f32
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    EPS: tl.constexpr,  # of the norm; None: there is none
 ):
-    """Rounds one row to float8 by its largest magnitude, as `Quantization.round` does."""
+    """Rounds one row, perhaps normed, to float8 by its largest magnitude, as `Quantization.round` does."""
     row = tl.program_id(0)
     x += row.to(tl.int64) * WIDTH
     values += row.to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     # The row's largest magnitude. What is not a number stays one below, whatever the scale.
     most = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
         number = tl.load(x + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        squares += number * number
+        if WEIGHTED:
+            number *= tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(number))
     of_row = tl.max(most, axis=0) * (1 / LARGEST)  # as XLA divides by a constant
     of_row = tl.where(of_row > 0, of_row, 1.0)
-    tl.store(scale + row, of_row)
+    if EPS is None:
+        tl.store(scale + row, of_row)
+    else:  # the rest of the norm is a factor of the row's products
+        tl.store(scale + row, of_row * tl.rsqrt(tl.sum(squares, axis=0) * (1 / WIDTH) + EPS))
     # The row again, from the L1. A quotient that was rounded beyond the largest number would be no number in float8.
     for start in tl.static_range(0, WIDTH, BLOCK):
         is_there = start + column < WIDTH
         number = tl.load(x + start + column, mask=is_there, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            number *= tl.load(weight + start + column, mask=is_there, other=0.0).to(tl.float32)
         number = tl.div_rn(number, of_row)
         number = tl.clamp(number, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         tl.store(values + start + column, number.to(values.dtype.element_ty), mask=is_there)

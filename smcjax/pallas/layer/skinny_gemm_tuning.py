@@ -15,6 +15,7 @@ MAX_W_ROWS = 128  # rows of W a step
 WIDEST = 256  # columns a step
 TILE_BYTES = 32 << 10  # of W a step
 STAGES = 4  # of the ring, or more where tiles are small
+LEAST = 3  # stages; with fewer, narrower tiles are better
 IN_FLIGHT = 64 << 10  # bytes of W that a block then asks for ahead
 
 
@@ -22,14 +23,20 @@ IN_FLIGHT = 64 << 10  # bytes of W that a block then asks for ahead
 class Tuning:
     """Static choices of the kernel."""
 
-    rows: int  # results a block has at once: rows of W, with SwiGLU half of them
+    rows: int  # results a consumer has at once: rows of W, with SwiGLU half of them
     tile_k: int  # columns a step
     stages: int  # depth of the ring, in steps
     passes: int = 1  # times that a block goes over the columns, for other rows each
+    consumers: int = 1  # warpgroups of a block that multiply
+
+    @property
+    def block_rows(self) -> int:
+        """Results that a block has at once."""
+        return self.rows * self.consumers
 
     def blocks(self, outputs: int) -> int:
         """Blocks along W's rows."""
-        return -(-outputs // (self.rows * self.passes))
+        return -(-outputs // (self.block_rows * self.passes))
 
 
 def tiles_of(rows: int) -> tuple[int, ...]:
@@ -50,15 +57,16 @@ def padded(rows: int) -> int:
 def shared_memory(tuning: Tuning, rows: int, parts: int, size: int) -> int:
     """Bytes a block."""
     tokens = padded(rows)
-    w = (tuning.stages * tuning.rows * parts + ROWS) * tuning.tile_k * size
+    w = (tuning.stages * tuning.block_rows * parts + ROWS) * tuning.tile_k * size
     x = (tuning.stages * tuning.tile_k // depth(size) * tokens + ROWS) * SWIZZLED
-    sums = (parts * len(tiles_of(tuning.rows)) + parts - 1) * ROWS * tokens * 4
-    return w + x + sums + tuning.rows * tokens * 4 + BESIDE
+    sums = (parts * len(tiles_of(tuning.rows)) + (parts == 2 and size == 2)) * ROWS
+    added = tuning.rows if parts == 1 else 0
+    return w + x + tuning.consumers * (sums + added) * tokens * 4 + BESIDE
 
 
 def objection(tuning: Tuning, rows: int, outputs: int, columns: int, parts: int = 1, size: int = 2) -> str | None:
     """Why a tuning does not apply to these sizes, as `default_tuning` names them, if it does not."""
-    if tuning.rows % EIGHT or not 0 < tuning.rows <= outputs:
+    if tuning.rows % EIGHT or not 0 < tuning.block_rows <= outputs:
         return f"{tuning.rows} rows are no multiple of {EIGHT} up to {outputs}"
     if outputs % EIGHT:
         return f"{outputs} outputs are no multiple of {EIGHT}"
@@ -81,21 +89,27 @@ def default_tuning(rows: int, outputs: int, columns: int, parts: int = 1, size: 
         outputs: results of each of these rows.
         columns: of W and x.
         parts: rows of W that make a result: 1, or 2 with SwiGLU.
-        size: bytes of a number of W and x.
+        size: bytes of a number of W and x. Of one byte, matrices of several tiles a block have two consumers, each with
+            one tile of each part at once.
 
     Raises:
         ValueError: if none applies.
     """
     share = -(-outputs // (EIGHT * HOPPER.multiprocessors))  # eights of rows a block
-    passes = -(-share * EIGHT * parts // MAX_W_ROWS)
-    height = EIGHT * -(-share // passes)
-    tile_k = WIDEST
-    while tile_k > depth(size) and (columns % tile_k or height * parts * tile_k * size > TILE_BYTES):
-        tile_k //= 2
-    stages = max(STAGES, IN_FLIGHT // (height * parts * tile_k * size))
-    tuning = Tuning(height, tile_k, max(1, min(stages, columns // tile_k * passes)), passes)
-    while tuning.stages > 2 and shared_memory(tuning, rows, parts, size) > HOPPER.shared_memory:
-        tuning = dataclasses.replace(tuning, stages=tuning.stages - 1)
+    consumers = 2 if size == 1 and share * EIGHT * parts > ROWS else 1
+    most = ROWS * consumers if size == 1 else MAX_W_ROWS // parts  # results a block has at once
+    passes = -(-share * EIGHT // most)
+    height = EIGHT * -(-share // (passes * consumers))
+    tile_bytes = height * consumers * parts * size  # of W, of a column
+    for tile_k in (WIDEST, WIDEST // 2, WIDEST // 4):
+        if tile_k > depth(size) and (columns % tile_k or tile_bytes * tile_k > TILE_BYTES):
+            continue
+        stages = min(max(STAGES, IN_FLIGHT // (tile_bytes * tile_k)), columns // tile_k * passes)
+        tuning = Tuning(height, tile_k, max(1, stages), passes, consumers)
+        while tuning.stages > 2 and shared_memory(tuning, rows, parts, size) > HOPPER.shared_memory:
+            tuning = dataclasses.replace(tuning, stages=tuning.stages - 1)
+        if tuning.stages >= LEAST or tile_k == depth(size):
+            break
     reason = objection(tuning, rows, outputs, columns, parts, size)
     if reason:
         raise ValueError(f"no tuning for x [{rows}, {columns}] and {outputs} outputs: {reason}")

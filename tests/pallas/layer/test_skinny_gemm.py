@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from smcjax.matmul import Quantized
 from smcjax.model.quantize import quantize_matrix
 from smcjax.pallas.dispatch import active_implementation, implementations
+from smcjax.pallas.layer.norm import Norm
 from smcjax.pallas.layer.skinny_gemm import (
     MAX_FLOAT8_ROWS,
     float8_mosaic,
@@ -29,8 +30,8 @@ from smcjax.pallas.layer.skinny_gemm_tuning import Tuning, default_tuning, objec
 from smcjax.quantization import FLOAT8, INT8
 
 EPS = 1e-5
+NORM = Norm(None, EPS)
 INTERPRETED = plgpu.InterpretGPUParams()
-NARROW = ("qkv", "o", "down")  # that take one tile of 64 rows a block
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
@@ -47,18 +48,28 @@ def exact(x: jax.Array, w: jax.Array, add_to: jax.Array | None = None) -> np.nda
     return y if add_to is None else y + np.asarray(add_to, np.float64)
 
 
-def exact_swiglu(x: jax.Array, w: jax.Array) -> np.ndarray:
-    scale = 1 / np.sqrt((np.asarray(x, np.float64) ** 2).mean(axis=-1, keepdims=True) + EPS)
-    gate, up = np.split(exact(x, w) * scale, 2, axis=-1)
+def exact_swiglu(x: jax.Array, w: jax.Array | Quantized, norm: Norm | None = NORM) -> np.ndarray:
+    product = exact_eight_bits(x, w, norm=norm) if isinstance(w, Quantized) else exact(x, w) * inverse_rms(x, norm)
+    gate, up = np.split(product, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
 
 
-def exact_eight_bits(x: jax.Array, matrix: Quantized, add_to: jax.Array | None = None) -> np.ndarray:
+def inverse_rms(x: jax.Array, norm: Norm | None) -> Any:
+    squares = (np.asarray(x, np.float64) ** 2).mean(axis=-1, keepdims=True)
+    return 1.0 if norm is None else 1 / np.sqrt(squares + norm.eps)
+
+
+def exact_eight_bits(
+    x: jax.Array, matrix: Quantized, add_to: jax.Array | None = None, norm: Norm | None = None
+) -> np.ndarray:
     """Computes the product of the rounded numbers in float64."""
     seen = np.asarray(x, np.float64)
     if matrix.kind.rounds_activations:
-        rounded, of_x = matrix.kind.round(x)
-        seen = np.asarray(rounded, np.float64) * np.asarray(of_x, np.float64)[:, None]
+        wide = x.astype(jnp.float32)
+        if norm is not None and norm.weight is not None:
+            wide = wide * norm.weight[None].astype(jnp.float32)
+        rounded, of_x = matrix.kind.round(wide)
+        seen = np.asarray(rounded, np.float64) * np.asarray(of_x, np.float64)[:, None] * inverse_rms(x, norm)
     values = np.asarray(matrix.kind.restored(matrix.values), np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
     return exact(seen, values, add_to)
 
@@ -88,7 +99,7 @@ def test_references() -> None:
     x, w, add_to = operands(3, 48, 96)
     check(product_reference(x, w, out=jnp.float32), exact(x, w), jnp.float32)
     check(product_reference(x, w, add_to=add_to), exact(x, w, add_to), of_row=2**-7)
-    check(swiglu_product_reference(x, w, EPS), exact_swiglu(x, w), of_row=2**-7)
+    check(swiglu_product_reference(x, w, NORM), exact_swiglu(x, w), of_row=2**-7)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 32])
@@ -118,7 +129,7 @@ def test_rows_of_w_are_divided(outputs: int, tuning: Tuning) -> None:
 @pytest.mark.parametrize("tuning", [Tuning(16, 64, 2), Tuning(24, 128, 2), Tuning(72, 64, 3)], ids=str)
 def test_swiglu(rows: int, tuning: Tuning) -> None:
     x, w, _ = operands(rows, 2 * 72, 256)
-    check(swiglu_product_mosaic(x, w, EPS, tuning=tuning, interpret=INTERPRETED), exact_swiglu(x, w))
+    check(swiglu_product_mosaic(x, w, NORM, tuning=tuning, interpret=INTERPRETED), exact_swiglu(x, w))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +138,8 @@ def test_swiglu(rows: int, tuning: Tuning) -> None:
         (9, 64, Tuning(32, 128, 2)),
         (72, 104, Tuning(104, 128, 2)),  # tiles that overlap
         (5, 88, Tuning(24, 256, 1, passes=2)),  # two sums of 128 products a step
+        (9, 88, Tuning(16, 128, 2, passes=2, consumers=2)),  # the last block begins early
+        (72, 144, Tuning(72, 128, 3, consumers=2)),
     ],
     ids=str,
 )
@@ -139,9 +152,27 @@ def test_float8(rows: int, outputs: int, tuning: Tuning) -> None:
         check(got, exact_eight_bits(x, dataclasses.replace(matrix, scale=jnp.roll(matrix.scale, 1)), add_to))
 
 
+@pytest.mark.parametrize(
+    ("rows", "tuning"),
+    [(9, Tuning(16, 128, 2)), (72, Tuning(24, 128, 3, passes=2, consumers=2))],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["weighted", "plain", "none"])
+def test_swiglu_of_float8(rows: int, tuning: Tuning, how: str) -> None:
+    x, w, _ = operands(rows, 2 * 96, 256)
+    weight = jax.random.normal(jax.random.key(5), (256,), jnp.bfloat16) if how == "weighted" else None
+    norm = None if how == "none" else Norm(weight, EPS)
+    x = x / 16 if norm is None else x
+    matrix = quantize_matrix(w, FLOAT8)
+    got = swiglu_product_mosaic(x, matrix, norm, tuning=tuning, interpret=INTERPRETED)
+    check(got, exact_swiglu(x, matrix, norm))
+    with pytest.raises(AssertionError):  # the control: up's scales where gate's belong
+        check(got, exact_swiglu(x, dataclasses.replace(matrix, scale=jnp.roll(matrix.scale, 96)), norm))
+
+
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     x, w, _ = operands(9, 64, 128)
-    got = swiglu_product_mosaic(x.at[2, 5].set(jnp.nan), w, EPS, tuning=Tuning(32, 64, 2), interpret=INTERPRETED)
+    got = swiglu_product_mosaic(x.at[2, 5].set(jnp.nan), w, NORM, tuning=Tuning(32, 64, 2), interpret=INTERPRETED)
     assert jnp.isnan(got[2]).all()
     others = jnp.arange(9) != 2
     check(got[others], exact_swiglu(x, w)[np.asarray(others)])
@@ -185,14 +216,16 @@ def test_blocks_have_equal_shares(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 9, 72, MAX_FLOAT8_ROWS])
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", LLAMA_8B)
 def test_blocks_of_float8_have_equal_shares(name: str, rows: int) -> None:
     outputs, columns = LLAMA_8B[name]
-    tuning = default_tuning(rows, outputs, columns, size=1)
-    assert tuning.blocks(outputs) * tuning.rows * tuning.passes == outputs
-    assert tuning.blocks(outputs) == 128
+    parts = 2 if name == "gate_up" else 1
+    tuning = default_tuning(rows, outputs // parts, columns, parts, size=1)
+    assert tuning.blocks(outputs // parts) * tuning.block_rows * tuning.passes * parts == outputs
+    assert tuning.blocks(outputs // parts) == 128
     assert tuning.stages > 2
-    assert objection(tuning, rows, outputs, columns, size=1) is None
+    assert tuning.consumers == parts  # one tile a consumer, or gate's and up's
+    assert objection(tuning, rows, outputs // parts, columns, parts, size=1) is None
 
 
 @pytest.mark.parametrize(
@@ -231,7 +264,7 @@ def lowered(rows: int, outputs: int, columns: int, swiglu: bool, dtype: Any = jn
     )
     with implementations(how):
         if swiglu:
-            traced = jax.jit(lambda x, w: skinny_gemm_swiglu(x, w, EPS)).trace(x, w)
+            traced = jax.jit(lambda x, w: skinny_gemm_swiglu(x, w, NORM)).trace(x, w)
         else:
             traced = jax.jit(lambda x, w, add_to: skinny_gemm(x, w, add_to=add_to)).trace(x, w, add_to)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -250,29 +283,29 @@ def float8_shape(outputs: int, columns: int) -> Quantized:
     return Quantized(values, jax.ShapeDtypeStruct((outputs,), jnp.float32), "bfloat16", FLOAT8.name)
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", LLAMA_8B)
 def test_float8_lowers_for_cuda(name: str) -> None:
     x = jax.ShapeDtypeStruct((72, LLAMA_8B[name][1]), jnp.bfloat16)
+    operation = (lambda x, w: skinny_gemm_swiglu(x, w, NORM)) if name == "gate_up" else skinny_gemm_eight_bits
     with implementations("mosaic"):
-        traced = jax.jit(lambda x, matrix: skinny_gemm_eight_bits(x, matrix)).trace(x, float8_shape(*LLAMA_8B[name]))
+        traced = jax.jit(lambda x, w: operation(x, w)).trace(x, float8_shape(*LLAMA_8B[name]))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
     assert "stablehlo.dot_general" not in text
 
 
-def test_the_kernel_takes_narrow_matrices_of_float8() -> None:
+def test_the_kernel_takes_matrices_of_float8() -> None:
     def taken(rows: int, matrix: Quantized) -> bool:
         x = jax.ShapeDtypeStruct((rows, matrix.shape[1]), jnp.bfloat16)
         with implementations("mosaic"):
             return skinny_gemm_eight_bits.kernel_for(x, matrix) is not None
 
-    narrow = float8_shape(4096, 14336)
-    assert taken(1, narrow)
-    assert taken(MAX_FLOAT8_ROWS, narrow)
-    assert not taken(MAX_FLOAT8_ROWS + 1, narrow)
-    assert not taken(72, float8_shape(28672, 4096))
+    matrix = float8_shape(4096, 14336)
+    assert taken(1, matrix)
+    assert taken(MAX_FLOAT8_ROWS, matrix)
+    assert not taken(MAX_FLOAT8_ROWS + 1, matrix)
     assert not taken(9, float8_shape(4096, 4032))
-    assert not taken(9, dataclasses.replace(narrow, quantization=INT8.name))
+    assert not taken(9, dataclasses.replace(matrix, quantization=INT8.name))
 
 
 def test_lowers_for_cuda_with_one_row() -> None:
@@ -300,8 +333,8 @@ def test_on_a_gpu(name: str, rows: int) -> None:
     outputs, columns = LLAMA_8B.get(name, (2 * 2376, 1536))
     x, w, add_to = operands(rows, outputs, columns)
     if name == "gate_up":
-        assert skinny_gemm_swiglu.kernel_for(x, w, EPS) is not None
-        run, want = jax.jit(lambda x, w, _: skinny_gemm_swiglu(x, w, EPS)), exact_swiglu(x, w)
+        assert skinny_gemm_swiglu.kernel_for(x, w, NORM) is not None
+        run, want = jax.jit(lambda x, w, _: skinny_gemm_swiglu(x, w, NORM)), exact_swiglu(x, w)
     else:
         assert skinny_gemm.kernel_for(x, w, add_to=add_to) is not None
         run, want = jax.jit(lambda x, w, add_to: skinny_gemm(x, w, add_to=add_to)), exact(x, w, add_to)
@@ -312,14 +345,21 @@ def test_on_a_gpu(name: str, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 9, 72, MAX_FLOAT8_ROWS])
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", LLAMA_8B)
 def test_float8_on_a_gpu(name: str, rows: int) -> None:
     """The compiled kernel, chosen by the operation, and 200 times the same bits."""
     x, w, add_to = operands(rows, *LLAMA_8B[name])
     matrix = quantize_matrix(w, FLOAT8)
     with implementations("mosaic"):
-        assert skinny_gemm_eight_bits.kernel_for(x, matrix, add_to=add_to) is not None
-        run = jax.jit(lambda x, matrix, add_to: skinny_gemm_eight_bits(x, matrix, add_to=add_to))
+        if name == "gate_up":
+            assert skinny_gemm_swiglu.kernel_for(x, matrix, NORM) is not None
+            run = jax.jit(lambda x, matrix, _: skinny_gemm_swiglu(x, matrix, NORM))
+        else:
+            assert skinny_gemm_eight_bits.kernel_for(x, matrix, add_to=add_to) is not None
+            run = jax.jit(lambda x, matrix, add_to: skinny_gemm_eight_bits(x, matrix, add_to=add_to))
         got = run(x, matrix, add_to)
         assert all(bool(jnp.array_equal(got, run(x, matrix, add_to))) for _ in range(200))
-    check(got, exact_eight_bits(x, matrix, add_to), of_row=2**-14, largest=magnitude(x, matrix))
+    if name == "gate_up":  # a product's part is what gate and up may both miss of theirs
+        check(got, exact_swiglu(x, matrix), of_row=2**-9)
+    else:
+        check(got, exact_eight_bits(x, matrix, add_to), of_row=2**-14, largest=magnitude(x, matrix))

@@ -13,7 +13,8 @@ from smcjax.device import HOPPER
 from smcjax.matmul import Quantized
 from smcjax.model.quantize import quantize_matrix
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.layer.skinny_gemm import skinny_gemm, skinny_gemm_eight_bits
+from smcjax.pallas.layer.norm import Norm
+from smcjax.pallas.layer.skinny_gemm import rounded_reference, skinny_gemm, skinny_gemm_eight_bits
 from smcjax.pallas.layer.skinny_gemm_triton import (
     MAX_ROWS,
     ROUNDED,
@@ -95,6 +96,18 @@ def test_rows_are_rounded_as_their_kind_says(shape: tuple[int, ...]) -> None:
     assert np.isnan(values[1, 5])
     more = np.asarray(kind.round(x.at[..., -1].set(40))[0], np.float32).reshape(-1, shape[-1])
     assert (values[sound] != more[sound]).any(), "control"
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_are_normed_while_they_are_rounded(weighted: bool) -> None:
+    kind, width = QUANTIZATIONS["float8"], ROUNDED + 48
+    x = jax.random.normal(jax.random.key(1), (3, width), jnp.bfloat16) * jnp.bfloat16(3)
+    weight = jax.random.normal(jax.random.key(2), (width,), jnp.bfloat16) if weighted else None
+    got = round_triton(x, kind, Norm(weight, 1e-5), interpret=interpreted)
+    for norm, is_same in ((Norm(weight, 1e-5), True), (Norm(weight, 1.0), False)):  # the control: another ε
+        want = rounded_reference(x, kind, norm)
+        np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(want[0], np.float32))
+        assert np.allclose(got[1], want[1], rtol=1e-6, atol=0) == is_same
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
