@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "power": {"power": 2.0, "resampling": "multinomial", "ess_threshold": 0.9},
     "no-bonus": {"bonus": False, "n_particles": 5, "resampling": "residual", "ess_threshold": 1.0},
     "flat-power": {"power": 0.5, "draft_temperature": 1.4, "select": "best"},
+    "explainer": {"bonus": False, "gamma": 1, "n_particles": 4},
     "one-particle": {"n_particles": 1, "power": 1.5},
     "early end": {"early_end": True, "control": 0.3, "ess_threshold": 0.8},
     "pipelined, one draft": {"pipelined": True, "gamma": 1, "n_particles": 4, "power": 1.5, "ess_threshold": 1.0},
