@@ -6,7 +6,7 @@ QUESTION = "Anna has 20 apples. She loses 4 apples. How many apples does Anna ha
 
 
 def main() -> None:
-    with LLM(decoding=SMC(n_particles=4, gamma=4)) as llm:
+    with LLM(decoding=SMC(n_particles=8, gamma=4)) as llm:
         for chunk in llm.generate_stream(QUESTION, SamplingParams(max_tokens=96, temperature=0.7, seed=1)):
             print(chunk.text, end="", flush=True)
     print()

@@ -23,7 +23,7 @@ ASK = "<|im_start|>user\nIs this review good or bad?\n{prompt}{text}<|im_end|>\n
 
 @styled
 def main(count: int = 6, n: int = 16, largest: int = 8, picture: str = "style.svg") -> None:
-    beginnings, exponents, verdicts = BEGINNINGS[:count], (0, largest // 4, largest), []
+    beginnings, exponents, verdicts = BEGINNINGS[:count], sorted({0, largest // 4, largest}), []
 
     def verdict(judge: Judge, beginning: str, output: RequestOutput) -> float:
         """The population's mean."""
@@ -31,7 +31,7 @@ def main(count: int = 6, n: int = 16, largest: int = 8, picture: str = "style.sv
         weights = [particle.weight for particle in output.smc.particles]
         return sum(w * value for w, value in zip(weights, judge(beginning, texts), strict=True))
 
-    arguments = {"draft_model": "smollm2", "draft_drop_layers": (3, 12), "max_model_len": 64, "max_num_seqs": 6}
+    arguments = {"draft_model": "smollm2", "draft_drop_layers": (3, 12), "max_model_len": 64, "max_num_seqs": count}
     with LLM("smollm2", decoding=SMC(n_particles=n, gamma=4, control=1), **arguments) as llm:
         judge = Judge(llm, ASK, verdicts=(" good", " bad"))
         for exponent in exponents:

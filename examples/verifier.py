@@ -30,6 +30,7 @@ def verify(prompt: str, texts: list[str]) -> list[float]:
 
 def main(count: int = 20, largest: int = 8, temperature: float = 1.8, picture: str = "verifier.svg") -> None:
     problems, curves = generate(seed=5, n=count, split="eval"), defaultdict(dict)
+    together = min(count, 8) * largest
 
     def timed(llm: LLM, seed: int, *potentials: TextPotential) -> tuple[list[str], float]:
         """Answers, and the seconds that a problem takes, but for those of compiling."""
@@ -52,12 +53,12 @@ def main(count: int = 20, largest: int = 8, temperature: float = 1.8, picture: s
         votes = [Counter(map(extract_answer, own[:n])).most_common(1)[0][0] for own in samples]
         note("majority of N", n, votes, n * each)
 
-    with LLM(decoding=Rejection(gamma=4), max_num_seqs=8 * largest) as llm:
+    with LLM(decoding=Rejection(gamma=4), max_num_seqs=together) as llm:
         drawn = [timed(llm, 1000 * (1 + number)) for number in range(largest)]
     samples = list(zip(*(texts for texts, _ in drawn), strict=True))
     each = sum(seconds for _, seconds in drawn) / largest
     for n in (2**power for power in range(1, largest.bit_length())):
-        with LLM(decoding=SMC(n_particles=n, gamma=4), max_num_seqs=8 * largest // n) as llm:
+        with LLM(decoding=SMC(n_particles=n, gamma=4), max_num_seqs=together // n) as llm:
             for name, potentials in {"SMC": (), "SMC, steered": (TextPotential(verify, ask="\n"),)}.items():
                 texts, seconds = timed(llm, 0, *potentials)
                 note(name, n, [extract_answer(text) for text in texts], seconds)

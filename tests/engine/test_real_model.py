@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, Autoregressive, Judge, Rejection, RequestOutput, SamplingParams
 from tests.gguf_files import DATA
 
 pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[2] / "examples"
 GOLDEN = np.load(DATA / "goldens.npz")
 CHATS = json.loads((DATA / "tokens.json").read_text())["chats"]
 DROPPED = (3, 12)  # two of thirty layers: a draft whose tokens are accepted three times in four
@@ -47,6 +49,12 @@ def test_chat_is_that_of_torch_by_the_models_own_template(llm: LLM) -> None:
     assert outputs[0].outputs[0].text == "The capital of France is Paris."
 
 
+def test_a_judge_tells_praise_from_blame(llm: LLM) -> None:
+    judge = Judge(llm, runpy.run_path(str(EXAMPLES / "style.py"))["ASK"], verdicts=(" good", " bad"))
+    praise, blame = judge("The film was", [" wonderful, and I loved it.", " terrible, and I hated it."])
+    assert praise > blame + 1
+
+
 def test_a_stream_is_the_whole(llm: LLM) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
     prompt = "Once upon a time, in a café by the sea,"
@@ -57,48 +65,19 @@ def test_a_stream_is_the_whole(llm: LLM) -> None:
     assert len(chunks) > 8
 
 
-@pytest.fixture(scope="module")
-def rejection() -> Iterator[LLM]:
-    with LLM(
-        "smollm2", draft_drop_layers=DROPPED, decoding=Rejection(gamma=4), max_num_seqs=4, max_model_len=128
-    ) as llm:
-        yield llm
+def test_rejection_with_a_dropped_draft_is_greedy_at_temperature_0() -> None:
+    """The draft has the target's own arrays, and about three in four of the first drafts of each cycle are accepted.
 
-
-def test_rejection_with_a_dropped_draft_is_greedy_at_temperature_0(rejection: LLM) -> None:
-    outputs = rejection.generate(PROMPTS, greedy(32, ignore_eos=True), use_tqdm=False)
-    assert tokens_of(outputs) == [tokens[:32] for tokens in GREEDY]
-
-
-def test_three_drafts_in_four_are_accepted(rejection: LLM) -> None:
-    """The first of each cycle, which is tried whatever became of the others: 0.76 at temperature 0.8."""
-    params = SamplingParams(max_tokens=72, temperature=0.8, ignore_eos=True)
-    conversations = [[{"role": "user", "content": f"Tell me about {what}."}] for what in ("foxes", "rain", "tea")]
-    metrics = [output.metrics for output in rejection.chat(conversations, params, use_tqdm=False)]
-    cycles = sum(metric.cycles for metric in metrics)
-    accepted = sum(metric.accepted_at[0] for metric in metrics)
-    assert cycles > 60
-    assert 0.6 < accepted / cycles < 0.92
-
-
-def test_smc_with_a_dropped_draft() -> None:
-    decoding = SMC(n_particles=4, gamma=4)
-    params = SamplingParams(max_tokens=40, temperature=0.8, seed=1)
-    with LLM(
-        "smollm2",
-        draft_model="smollm2",
-        draft_drop_layers=DROPPED,
-        decoding=decoding,
-        max_num_seqs=1,
-        max_model_len=128,
-    ) as llm:
+    Those are tried whatever became of the others. A draft that is the target's double would have all accepted.
+    """
+    sizes = {"max_num_seqs": 4, "max_model_len": 128}
+    with LLM("smollm2", draft_drop_layers=DROPPED, decoding=Rejection(gamma=2), **sizes) as llm:
         models = llm.models
         assert (models.target.num_layers, models.draft.num_layers) == (30, 28)
         held = {id(leaf) for leaf in jax.tree.leaves(models.target_params)}
         assert {id(leaf) for leaf in jax.tree.leaves(models.draft_params)} < held
-        output = llm.chat(CHATS[0], params, use_tqdm=False)[0]
-    assert "Paris" in output.outputs[0].text
-    assert len(output.smc.particles) == 4
-    assert output.smc.control == 0.1
-    assert math.isfinite(output.smc.log_evidence)
-    assert -30 < output.smc.log_evidence < 5
+        outputs = llm.generate(PROMPTS, greedy(32, ignore_eos=True), use_tqdm=False)
+    assert tokens_of(outputs) == [tokens[:32] for tokens in GREEDY]
+    metrics = [output.metrics for output in outputs]
+    accepted = sum(metric.accepted_at[0] for metric in metrics)
+    assert 0.6 < accepted / sum(metric.cycles for metric in metrics) < 0.92

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from smcjax import Judge
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RIGHT = "#### 5"
 
@@ -37,7 +35,10 @@ def test_stream_prints_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_a_server_is_asked_by_the_official_client(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_is_asked_by_the_official_client(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as this process has it, `tests/passes.py` says why
     assert RIGHT in printed("serve_and_ask", capsys)
 
 
@@ -57,7 +58,7 @@ def test_evidence_compares_two_models(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.slow
 def test_a_verifier_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Four shares of right answers, two at equal seconds, and a picture; the verifier sees what is wrong."""
-    monkeypatch.setattr(sys, "argv", ["verifier.py", "3", "2", "1.8", str(tmp_path / "verifier.svg")])
+    monkeypatch.setattr(sys, "argv", ["verifier.py", "2", "2", "1.8", str(tmp_path / "verifier.svg")])
     alike, as_long = printed("verifier", capsys).split("as long:\n")
     found = [re.findall(r"^N = ([12]): (\d+\.\d{3}) s, +\d+\.\d% \(", part, re.MULTILINE) for part in (alike, as_long)]
     assert [n for n, _ in found[0]] == ["2"] * 4
@@ -74,14 +75,11 @@ def test_a_verifier_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 def test_a_judge_steers_a_style(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Verdicts at three exponents, and a picture; the judge tells praise from blame."""
-    monkeypatch.setattr(sys, "argv", ["style.py", "2", "2", "4", str(tmp_path / "style.svg")])
+    """Verdicts without the judge and with it, and a picture."""
+    monkeypatch.setattr(sys, "argv", ["style.py", "2", "2", "1", str(tmp_path / "style.svg")])
     found = re.findall(r"^exponent (\d): [-+]\d+\.\d\d\. ", printed("style", capsys), re.MULTILINE)
-    assert found == ["0", "1", "4"]
+    assert found == ["0", "1"]
     assert "<svg" in (tmp_path / "style.svg").read_text()
-    judge = Judge("smollm2", runpy.run_path(str(EXAMPLES / "style.py"))["ASK"], verdicts=(" good", " bad"))
-    praise, blame = judge("The film was", [" wonderful, and I loved it.", " terrible, and I hated it."])
-    assert praise > blame + 1
 
 
 @pytest.mark.slow
@@ -89,7 +87,7 @@ def test_enumeration_says_what_populations_near(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The mean evidence is the exact one, which is not 1 as without a potential; shares with the word rise with N."""
-    monkeypatch.setattr(sys, "argv", ["enumerated.py", "100", "4", str(tmp_path / "enumerated.svg")])
+    monkeypatch.setattr(sys, "argv", ["enumerated.py", "100", "2", str(tmp_path / "enumerated.svg")])
     out = printed("enumerated", capsys)
     listed = re.search(r"^\d+ answers have ([\d.]+)% of the probability", out, re.MULTILINE)
     assert listed is not None
@@ -98,7 +96,7 @@ def test_enumeration_says_what_populations_near(
     shares, evidences = (
         [tuple(map(float, row[2:])) for row in rows if row[1] == name] for name in ("share", "evidence")
     )
-    assert len(shares) == len(evidences) == 3
+    assert len(shares) == len(evidences) == 2
     assert all(abs(mean - exact) < 2 * half for mean, half, exact in evidences), "within four standard errors"
     mean, half, _ = evidences[-1]
     assert mean - 1 > 2 * half, "negative control"
