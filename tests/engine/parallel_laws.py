@@ -139,7 +139,7 @@ def same_everywhere(llm: LLM) -> None:
 
 
 DECODERS = {
-    "smc": (SMC(4, 3, control=0), 4),
+    "smc": (SMC(4, 3, control=0.3), 4),
     "autoregressive": (Autoregressive(), 8),
 }
 
@@ -170,22 +170,23 @@ def test_tokens_of_other_drafts_and_weights(name: str, target: str, deep: str, d
 
 BLOCKS = {"kernel_size": 4, "kernel_stride": 2, "block_size": 8, "num_blocks": 2, "init_blocks": 0, "local_blocks": 1}
 KIND = NSA(**BLOCKS, window=4, kv="shared")
-SPARSE: dict[str, tuple[Any, int, int, str | None]] = {  # decoder, devices, layers, draft
-    "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", 4, schedule=(True, False))), 2, 2, "ngram"),
-    "tree": (Rejection(tree=(2,), sparse=SparseVerification("shared", group=2)), 4, 1, "dense"),
-    "smc": (SMC(2, 1, control=0), 4, 1, "sparse"),
+SPARSE: dict[str, tuple[Any, int, int]] = {  # decoder, devices, layers
+    "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", 4, schedule=(True, False))), 2, 2),
+    "tree": (Rejection(tree=(2,), sparse=SparseVerification("shared", group=2)), 4, 1),
 }
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_tokens_of_sparse_targets(name: str, tmp_path: Path, draft: str) -> None:
-    """Two devices have a key-value head each, four have one by pairs, whose query heads select together; any draft."""
-    decoding, size, layers, drafts = SPARSE[name]
+def test_tokens_of_sparse_targets(name: str, tmp_path: Path) -> None:
+    """Two devices have a key-value head each, four have one by pairs, whose query heads select together; a tree's draft
+    is sparse and divided as well."""
+    decoding, size, layers = SPARSE[name]
     fields = {**TARGET_SHAPE, "num_layers": layers, "layers": (LayerSpec(KIND),)}
-    target = write_model(tmp_path / "sparse", 271, 1, **fields)
-    of_draft = {"dense": draft, "sparse": target}.get(str(drafts), drafts)
-    changes = {"draft_tensor_parallel_size": size} if drafts == "sparse" else {}
-    assert answers(target, of_draft, decoding, size, **changes) == alone(target, of_draft, decoding)
+    target = write_model(tmp_path / "target", 271, 1, **fields)
+    draft, changes = "ngram", {}
+    if decoding.tree is not None:
+        draft, changes = write_model(tmp_path / "draft", 271, 2, **fields), {"draft_tensor_parallel_size": size}
+    assert answers(target, draft, decoding, size, **changes) == alone(target, draft, decoding)
 
 
 def test_an_eagle_head_reads_what_devices_hold_of_its_target() -> None:

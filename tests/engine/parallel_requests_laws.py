@@ -21,9 +21,11 @@ from tests.checkpoints import Pair, write_model
 from tests.engine.parallel_laws import TARGET_SHAPE, same_everywhere
 from tests.planner.tables import measured
 
+# Both ask for features of the same programs.
+COMMON: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": 2, "logit_bias": {98: 4.0, 99: -4.0}, "top_k": 5}
 ASKED: list[dict[str, Any]] = [
-    {"logprobs": 3, "prompt_logprobs": 2, "frequency_penalty": 1.5, "logit_bias": {98: 4.0, 99: -4.0}},
-    {"logprobs": 3, "response_format": {"type": "regex", "regex": "[ab]{3}c{2,9}d"}, "top_k": 5, "top_p": 0.8},
+    {**COMMON, "frequency_penalty": 1.5, "top_p": 0.8},
+    {**COMMON, "response_format": {"type": "regex", "regex": "[ab]{3}c{2,9}d"}},
 ]
 
 
@@ -74,14 +76,17 @@ def test_requests_that_ask_for_more(tmp_path: Path) -> None:
 
 
 def test_potentials_steer_two_devices(tmp_path: Path) -> None:
-    """Potentials of text and of tokens give one device's tokens and evidence; a request beside them has none."""
+    """Potentials of text and of tokens give one device's tokens and evidence; requests have their own."""
     own = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
     target = write_model(tmp_path / "target", 271, 1, **TARGET_SHAPE)
     draft = write_model(tmp_path / "draft", 264, 2, hidden_size=12, **own)
-    longer = TextPotential(lambda prompt, texts: [0.2 * len(text) for text in texts], ask=2)
+    favour = TokenPotential(((98, 0.7),))
+    longer, shorter = (
+        TextPotential(lambda prompt, texts, sign=sign: [sign * 0.2 * len(text) for text in texts], ask=2)
+        for sign in (1, -1)
+    )
     asks = [
-        SamplingParams(max_tokens=14, seed=3, ignore_eos=True, potentials=one)
-        for one in ([longer, TokenPotential(((98, 0.7),))], [])
+        SamplingParams(max_tokens=14, seed=3, ignore_eos=True, potentials=[one, favour]) for one in (longer, shorter)
     ]
 
     def steered(size: int) -> list[RequestOutput]:

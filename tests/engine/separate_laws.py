@@ -20,7 +20,6 @@ from smcjax.bench.cycle import Bench, Case, Rates
 from smcjax.bench.models import Models
 from smcjax.decoding import disaggregation
 from smcjax.engine.load.fingerprints import fingerprints
-from smcjax.engine.schedule.scheduler import ChunkLengths
 from tests.checkpoints import write_model
 from tests.engine.parallel_laws import TARGET_SHAPE, asked, collectives, same_everywhere, told
 from tests.smc.test_one_program import HOST
@@ -44,7 +43,6 @@ def of(pair: tuple[str, str], **changes: Any) -> LLM:
 @pytest.fixture(scope="module")
 def two(pair: tuple[str, str]) -> Iterator[LLM]:
     with of(pair, admission="optimistic", num_pages=34) as llm:
-        llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 8)
         yield llm
 
 
