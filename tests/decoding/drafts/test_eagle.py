@@ -7,7 +7,6 @@ outputs and that were not replaced, and pages that hold another path's.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from typing import Any
@@ -220,29 +219,6 @@ def test_control_features_of_another_position(patch_programs: Any) -> None:
     features = Eagle._features
     patch_programs(Eagle, "_features", lambda self, cache, table, at: features(self, cache, table, at + 1))
     assert decode(DECODINGS[0], cycles=3)[1] > 1e-2
-
-
-@pytest.mark.slow
-def test_sampling_law() -> None:
-    """χ² of 4,096 samples against every answer's exact probability, drafts from a part of the vocabulary."""
-    ask, samples = Ask((1, 2), max_tokens=3, stops=(3,), min_tokens=2, temperature=0.8), 4096
-    eagle, params = head_of(PRUNED)
-    program = rejection.Program(Rejection(tree=(2, 1)), TARGET, eagle, MAX_MODEL_LEN, 2)
-    prompts, requests = jax.tree.map(
-        lambda x: jnp.repeat(x, samples, axis=0), batch([ask], V, MAX_MODEL_LEN, width=CHUNK)
-    )
-    requests = dataclasses.replace(requests, key=jax.random.split(jax.random.key(1), samples))
-    state = init(rejection, program, params, prompts, requests, samples * 4 + 1)
-    state, infos = jax.jit(rejection.run, static_argnums=(0, 3))(program, params, state, ask.max_tokens - 1)
-    assert not state.running.any()
-    assert len(np.unique(infos.accepted[0])) > 1
-    tokens, length = np.asarray(state.sequences.tokens), np.asarray(state.sequences.length)
-    seen = collections.Counter(tuple(row[2:end].tolist()) for row, end in zip(tokens, length, strict=True))
-    value, bins = exact.chi_square(seen, exact.outcomes(AFTER, ask, MAX_MODEL_LEN))
-    assert value < bins + 4.5 * np.sqrt(2 * bins) + 5, (value, bins)
-    warmer = exact.outcomes(AFTER, dataclasses.replace(ask, temperature=1.2), MAX_MODEL_LEN)
-    value, bins = exact.chi_square(seen, warmer)
-    assert value > bins + 15 * np.sqrt(2 * bins), "control"
 
 
 @pytest.mark.slow
