@@ -114,14 +114,12 @@ def z_scores(found: list[Any]) -> dict[str, float]:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "published": {"bonus": False, "control": 0.0},
     "control, early end": {"bonus": False, "control": 0.4, "early_end": True},
     "pipelined": {"pipelined": True},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.llvm_passes
 @pytest.mark.parametrize("config", CONFIGS)
 def test_estimates_are_unbiased(config: str) -> None:
     """However often beginnings are asked, one cycle late, and whatever they are worth."""
@@ -152,12 +150,11 @@ _weigh = steering.weigh_by
 
 
 @pytest.mark.slow
-@pytest.mark.llvm_passes
 @pytest.mark.parametrize("mistake", [forgets, loses_weight], ids=lambda one: one.__name__)
 def test_a_mistake_is_seen(mistake: Any) -> None:
     """Negative control: terms that do not telescope, ever or behind a resampling."""
     with program_patches(steering, "weigh_by", mistake):
-        scores = z_scores(populations(CONFIGS["published"]))
+        scores = z_scores(populations(CONFIGS["control, early end"]))
     assert max(map(abs, scores.values())) > 8, scores
 
 
