@@ -16,7 +16,6 @@ from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.engine.results.stopping import StopStrings
 from tests.checkpoints import Pair
 from tests.engine.conftest import llm_arguments, smc_llm
-from tests.passes import with_llvm_passes
 
 NEVER = "never there"
 
@@ -125,7 +124,7 @@ def any_row(rows: StopStrings, *_: Any) -> bool:
     return any(row.stopped for row in rows._rows)
 
 
-REQUESTS = 3000
+REQUESTS = 1200
 FIELDS: dict[str, Any] = {"max_tokens": 16, "stop": list("aeiou"), "ignore_eos": True}
 
 
@@ -143,7 +142,7 @@ def plainly(pair: Pair) -> dict[str, tuple[float, float]]:
     """Shares of the target alone."""
     params = [SamplingParams(seed=number, **FIELDS) for number in range(REQUESTS)]
     sizes: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 64}
-    with with_llvm_passes(), LLM(pair.target, decoding=Autoregressive(), **sizes) as exact:
+    with LLM(pair.target, decoding=Autoregressive(), **sizes) as exact:
         return shares(generate(exact, ["ab"] * REQUESTS, params), [1.0] * REQUESTS)
 
 
@@ -157,7 +156,7 @@ def test_the_law_of_the_answer(pair: Pair, plainly: dict[str, tuple[float, float
     params = [SamplingParams(seed=number, **FIELDS) for number in range(requests)]
     same = Pair(pair.target, pair.target)  # the draft differs by its temperature, so that no weight is extreme
     config = {"n_particles": 3, "gamma": 1, "trace": False, "draft_temperature": 1.25}
-    with with_llvm_passes(), smc_llm(same, config, max_num_seqs=64) as llm, contextlib.ExitStack() as stack:
+    with smc_llm(same, config, max_num_seqs=64) as llm, contextlib.ExitStack() as stack:
         if wrong:
             advance = StopStrings.advance
             patch = mock.patch.object(StopStrings, "advance", lambda rows, *of: (advance(rows, *of), any_row(rows))[1])

@@ -23,7 +23,6 @@ from smcjax.engine.schedule.scheduler import Schedule
 from tests.checkpoints import Pair
 from tests.engine.conftest import llm_arguments, smc_llm
 from tests.engine.test_stop_strings import fingerprint
-from tests.passes import with_llvm_passes
 
 VOWELS = set("aeiou")
 
@@ -377,7 +376,7 @@ def test_decoders_without_weights_refuse_them(plain: LLM, steered: LLM) -> None:
 
 # The law.
 
-REQUESTS = 2000
+REQUESTS = 800
 FIELDS: dict[str, Any] = {"max_tokens": 7, "ignore_eos": False}
 FORM = "[b-df-z]*"  # of every other request: without two of the vowels that the potential values
 
@@ -413,34 +412,33 @@ def test_the_law_of_the_answer(pair: Pair) -> None:
     Functions answer late and out of order, and every other request has a form. Against the target alone, whose answers
     weigh Φ, and nothing without the form. The control does not take back what beginnings were worth.
     """
-    with with_llvm_passes():
-        arguments = llm_arguments(pair, max_num_seqs=64) | {"draft_model": None, "decoding": Autoregressive()}
-        with LLM(**arguments) as exact:
-            params = [SamplingParams(seed=10**6 + number, **FIELDS) for number in range(2 * REQUESTS)]
-            alone = generate(exact, ["ab"] * len(params), params)
-        texts = [output.outputs[0].text for output in alone]
-        values = [math.exp(value) for value in vowels("", texts)]
-        formed = [value * bool(re.fullmatch(FORM, text)) for value, text in zip(values, texts, strict=True)]
-        wanted = shares(alone, values) + shares(alone, formed)
-        same = Pair(pair.target, pair.target)  # the draft differs by its temperature, so that no weight is extreme
-        config = {"n_particles": 3, "gamma": 1, "trace": False, "draft_temperature": 1.25, "ess_threshold": 0.9}
-        potential = TextPotential(slowly(early, 0.002), ask=1, complete=slowly(vowels, 0.002))
-        forms = None, {"type": "regex", "regex": FORM}
-        params = [
-            SamplingParams(seed=number, potentials=[potential], response_format=forms[number % 2], **FIELDS)
-            for number in range(REQUESTS)
-        ]
-        with smc_llm(same, config, max_num_seqs=64) as llm:
-            scores = []
-            for final in (_final, doubled):
-                with mock.patch.object(Steering, "final", final):
-                    outputs = generate(llm, ["ab"] * REQUESTS, params)
-                assert any(output.metrics.resamples for output in outputs)
-                assert all(re.fullmatch(FORM, output.outputs[0].text) for output in outputs[1::2])
-                found = []
-                for some in (outputs[::2], outputs[1::2]):
-                    found += shares(some, [math.exp(output.smc.log_evidence) for output in some if output.smc])
-                scores.append([abs(f[0] - w[0]) / math.hypot(f[1], w[1]) for f, w in zip(found, wanted, strict=True)])
+    arguments = llm_arguments(pair, max_num_seqs=64) | {"draft_model": None, "decoding": Autoregressive()}
+    with LLM(**arguments) as exact:
+        params = [SamplingParams(seed=10**6 + number, **FIELDS) for number in range(2 * REQUESTS)]
+        alone = generate(exact, ["ab"] * len(params), params)
+    texts = [output.outputs[0].text for output in alone]
+    values = [math.exp(value) for value in vowels("", texts)]
+    formed = [value * bool(re.fullmatch(FORM, text)) for value, text in zip(values, texts, strict=True)]
+    wanted = shares(alone, values) + shares(alone, formed)
+    same = Pair(pair.target, pair.target)  # the draft differs by its temperature, so that no weight is extreme
+    config = {"n_particles": 3, "gamma": 1, "trace": False, "draft_temperature": 1.25, "ess_threshold": 0.9}
+    potential = TextPotential(slowly(early, 0.002), ask=1, complete=slowly(vowels, 0.002))
+    forms = None, {"type": "regex", "regex": FORM}
+    params = [
+        SamplingParams(seed=number, potentials=[potential], response_format=forms[number % 2], **FIELDS)
+        for number in range(REQUESTS)
+    ]
+    with smc_llm(same, config, max_num_seqs=64) as llm:
+        scores = []
+        for final in (_final, doubled):
+            with mock.patch.object(Steering, "final", final):
+                outputs = generate(llm, ["ab"] * REQUESTS, params)
+            assert any(output.metrics.resamples for output in outputs)
+            assert all(re.fullmatch(FORM, output.outputs[0].text) for output in outputs[1::2])
+            found = []
+            for some in (outputs[::2], outputs[1::2]):
+                found += shares(some, [math.exp(output.smc.log_evidence) for output in some if output.smc])
+            scores.append([abs(f[0] - w[0]) / math.hypot(f[1], w[1]) for f, w in zip(found, wanted, strict=True)])
     right, wrong = scores
     assert max(right) < 4, scores
     assert min(max(wrong[:3]), max(wrong[3:])) > 8, scores
