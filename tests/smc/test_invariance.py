@@ -69,9 +69,8 @@ def test_control_other_seeds_and_thresholds_give_other_answers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 7])
-def test_page_size_does_not_matter(page_size: int) -> None:
-    assert answers(dataclasses.replace(BASE, page_size=page_size)) == answers(BASE)
+def test_page_size_does_not_matter() -> None:
+    assert answers(dataclasses.replace(BASE, page_size=7)) == answers(BASE)
 
 
 def test_steps_equal_one_run_and_ended_groups_are_frozen() -> None:
@@ -114,13 +113,6 @@ def test_alone_equals_in_a_batch() -> None:
         assert_same_group(everyone, group, moved, slot, exact=False)
 
 
-@pytest.mark.slow
-def test_one_group_program_equals_four_group_program() -> None:
-    everyone = answers(BASE)
-    for group in (0, 2):
-        assert answers(BASE, [ASKS[group]]) == [everyone[group]]
-
-
 def test_absent_groups_leave_finite_memory() -> None:
     """Empty slots go through every forward; they write no NaN anywhere, not even to the trash page."""
     prompts, requests = batch(ASKS, 5, MAX_MODEL_LEN)
@@ -131,13 +123,11 @@ def test_absent_groups_leave_finite_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prompt", "max_tokens"), [(6, 9), (23, 5)])
-def test_worst_case_bound_of_pages_suffices(prompt: int, max_tokens: int) -> None:
+def test_worst_case_bound_of_pages_suffices() -> None:
     """Full prompt pages are shared for good; each row needs at most the rest of the limit's pages for itself."""
-    ask = Ask((1, 2, 3) * 7 + (0, 1), max_tokens, seed=5)
-    ask = dataclasses.replace(ask, prompt=ask.prompt[:prompt])
+    ask = Ask((1, 2, 3, 1, 2, 3), max_tokens=9, seed=5)
     limit, size, n = ask.limit(MAX_MODEL_LEN), BASE.page_size, BASE.decoding.n_particles
-    full = prompt // size
+    full = len(ask.prompt) // size
     bound = full + n * (-(-limit // size) - full) + 1
     roomy = start(BASE, PAIR.params, [ask], num_pages=100)
     tight = start(BASE, PAIR.params, [ask], num_pages=bound)
