@@ -105,16 +105,6 @@ def test_rows_are_ragged_and_the_history_is_one(answers: list[Any]) -> None:
     assert uneven > 3
 
 
-def test_few_pages_and_another_order_change_nothing(controlled: LLM, answers: list[Any]) -> None:
-    """Two at a time in the pages of one: some are preempted, all have their tokens, and streams hold."""
-    done = run(controlled, list(range(COUNT))[::-1], PAGES)
-    for number, answer in enumerate(answers):
-        output, tokens, text = done[number]
-        assert fingerprint(output) == fingerprint(answer)
-        assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text)
-    assert sum(output.metrics.preemptions for output, *_ in done.values()) > 0
-
-
 # Requests with a control of their own.
 
 OWN = {0: 0.1, 2: 1.0, 3: 0.1, 5: 0.0}

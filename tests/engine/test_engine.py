@@ -142,28 +142,6 @@ def test_a_compilation_in_flight_is_in_nobodys_times(tight: LLM, monkeypatch: py
     assert metrics.queue_seconds + metrics.seconds <= elapsed - seconds
 
 
-def test_aborted_at_any_time(tight: LLM, alone: list[tuple[Any, ...]]) -> None:
-    for steps in range(6):
-        first, second, third = (add(tight, number) for number in (10, 11, 3))
-        outputs: list[RequestOutput] = []
-        for _ in range(steps):
-            outputs += tight.engine.step()
-        for request_id in (first, third, "unknown"):
-            tight.engine.abort(request_id)
-        sound(tight.engine)
-        ended = {output.request_id: output for output in outputs} | drain(tight.engine)
-        assert set(ended) == {first, second, third}
-        assert fingerprint(ended[second]) == alone[11]
-        for request_id, number in ((first, 10), (third, 3)):
-            answer = ended[request_id].outputs[0]
-            if answer.finish_reason == "abort":
-                assert len(answer.token_ids) <= (params(number).max_tokens or 0)
-            else:
-                assert fingerprint(ended[request_id]) == alone[number]
-        assert ended[first].outputs[0].finish_reason == "abort" or steps > 1  # its prompt is cached
-        assert tight.metrics()["kv_pages_free"] == TIGHT
-
-
 def machine(llm: LLM, alone: list[tuple[Any, ...]]) -> Callable[[], RuleBasedStateMachine]:
     """Random operations on the engine, in any order."""
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, RequestOutput, SamplingParams
-from smcjax.engine.schedule.page_budget import Footprint
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
@@ -61,39 +60,6 @@ def test_autoregressive_requests_are_their_own_too(plain: LLM) -> None:
     expected = [fingerprint(ask(plain, [i])[0]) for i in everything]
     for order in (everything, everything[::-1], [5, 2]):
         assert [fingerprint(output) for output in ask(plain, order)] == [expected[i] for i in order]
-
-
-@pytest.mark.slow
-def test_memory_from_one_requests_worst_case_upward(pair: Pair, alone: list[tuple[Any, ...]]) -> None:
-    worst = Footprint(4, 4, 1).worst_case(19, 48)  # request 2, the largest
-    with smc_llm(pair, max_num_seqs=2, num_pages=worst + 1) as tight:
-        order = [2, 5, 0, 3, 1, 4, 6]
-        assert [fingerprint(output) for output in ask(tight, order)] == [alone[i] for i in order]
-        assert tight.metrics()["kv_pages_free"] == tight.metrics()["kv_pages_total"] == worst
-
-
-@pytest.mark.slow
-def test_page_size_changes_nothing(pair: Pair, alone: list[tuple[Any, ...]]) -> None:
-    with smc_llm(pair, page_size=16) as other:
-        assert [fingerprint(output) for output in ask(other, [0, 1, 2, 3])] == alone[:4]
-
-
-@pytest.mark.parametrize("lag", [1, 3])
-def test_reading_results_late_changes_nothing(
-    llm: LLM, alone: list[tuple[Any, ...]], lag: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU the host reads a cycle's end-mask while later cycles run already; those must change nothing."""
-    monkeypatch.setattr(llm.engine._scheduler, "ready", set())  # no shrinking: programs of other shapes round otherwise
-    on_time = ask(llm, [0, 1, 2])
-    monkeypatch.setattr(llm.engine, "_lag", lag)
-    late = ask(llm, [0, 1, 2])
-    assert [fingerprint(output) for output in late] == alone[:3]
-    for a, b in zip(on_time, late, strict=True):
-        assert a.smc is not None
-        assert b.smc is not None
-        assert a.smc.log_evidence == b.smc.log_evidence
-        assert a.metrics.cycles == b.metrics.cycles
-        np.testing.assert_array_equal(a.smc.trace.ess, b.smc.trace.ess)
 
 
 @pytest.mark.slow

@@ -100,18 +100,6 @@ def test_a_client_that_leaves(server: Running, stream: bool, choices: int) -> No
     assert generated < 90 * choices  # a control: they had not ended
 
 
-@pytest.mark.usefixtures("slowly")
-def test_a_stream_is_left_in_the_middle(server: Running) -> None:
-    warm(server)
-    stream = server.client().completions.create(
-        model="pair", prompt="ab", stream=True, max_tokens=90, extra_body={"ignore_eos": True}
-    )
-    next(stream)
-    assert server.llm().metrics()["num_running"] == 1
-    stream.close()
-    assert idle(server.llm(), 1.0)
-
-
 @pytest.mark.parametrize(("holder", "name", "stream"), [(ReadyPrograms, "of_round", False), (Runner, "prefill", True)])
 def test_a_client_that_leaves_before_anything_has_come(
     server: Running, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, stream: bool
