@@ -229,7 +229,7 @@ def test_a_particles_logits_do_not_ask_its_siblings() -> None:
     since its first draft is the first query of a group."""
     others = DRAFTS.copy()
     others[1::3] = (others[1::3] + 1) % V
-    strict, shared = (SparseVerification(mode, 4) for mode in ("merged", "shared"))
+    strict, shared = SparseVerification("merged", 9, "position"), SparseVerification("shared", 4)
     np.testing.assert_allclose(scored(strict, others)[:, ::2], scored(strict)[:, ::2], atol=1e-5)
     assert np.abs(scored(shared, others)[:, ::2] - scored(shared)[:, ::2]).max() > 1e-2, "control"
     assert np.abs(scored(strict, others)[:, 1] - scored(strict)[:, 1]).max() > 1e-2, "control"

@@ -64,10 +64,8 @@ def fused(*step: Any, **how: Any) -> bool:
     ("n_particles", "groups", "max_model_len", "by_kernel"),
     [
         (8, 1, 1024, True),
-        (8, 4, 1024, True),  # but for the first step, whose 64 tokens are too many
         (5, 1, 1024, True),  # the first step only: its 10 tokens of four heads fill whole tiles, 5 do not
         (16, 1, 1024, True),  # the first step by eight rows, as 16 of two tokens have too many queries
-        (32, 1, 4096, True),  # the same for all but the first
         (16, 3, 1024, False),
     ],
 )

@@ -20,8 +20,7 @@ from smcjax.engine.results.streaming import StablePrefixStream
 from smcjax.engine.schedule.scheduler import Group
 from smcjax.smc import SMCDecoder
 from smcjax.tokenizer.tokenizer import Tokenizer
-from tests.checkpoints import EOS, Pair
-from tests.engine.conftest import smc_llm
+from tests.checkpoints import EOS
 from tests.helpers import tiny_config
 from tests.tokenizers_like import KINDS
 
@@ -131,17 +130,6 @@ def test_chunks_make_up_the_answer(llm: LLM, plain: LLM, stop: object) -> None:
             assert [token for chunk in chunks for token in chunk.token_ids] == answer.token_ids
             assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert len(stream(plain, "ab", SamplingParams(seed=1, max_tokens=9, ignore_eos=True))) > 5
-
-
-@pytest.mark.slow
-def test_resampling_makes_certain_what_was_open(pair: Pair) -> None:
-    params = SamplingParams(seed=2, max_tokens=30, ignore_eos=True)
-    with smc_llm(pair, smc={"ess_threshold": 1.0, "n_particles": 3}) as often:
-        early = stream(often, "ab", params)
-    assert len(early) > 2
-    with smc_llm(pair, smc={"ess_threshold": 0.0, "n_particles": 3}) as never:
-        late = stream(never, "ab", params)
-    assert sum(len(chunk.token_ids) for chunk in late[:-1]) <= 3  # what all rows happen to begin with
 
 
 def test_who_stops_reading_aborts(llm: LLM) -> None:
