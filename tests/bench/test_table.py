@@ -1,4 +1,4 @@
-"""The table's rows, what it says of them, and one small table from start to end."""
+"""The table's rows, what it says of them, and the order in which they are timed."""
 
 from __future__ import annotations
 
@@ -85,8 +85,14 @@ def test_what_a_context_adds_is_the_median_of_differences_of_windows() -> None:
     assert markdown(rows).splitlines()[3].endswith("| 1.00 | 2.00 |")
 
 
-def test_cases_that_differ_in_context_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_differ_in_context_take_turns_and_all_share_one_set_of_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     turns: list[str] = []
+    made: list[str] = []
+    for name in ("target_params", "draft_params"):
+        make = getattr(Models, name)
+        monkeypatch.setattr(Models, name, lambda self, how, name=name, make=make: made.append(name) or make(self, how))
 
     def time_window(bench: Bench) -> float:
         turns.append(described(bench.case))
@@ -104,6 +110,7 @@ def test_cases_that_differ_in_context_take_turns(monkeypatch: pytest.MonkeyPatch
         "SMC, N=2, K=2, threshold 0, 1 request, context 16, of which 8 private",
         "SMC, N=2, K=2, 1 request, context 12",
     ]
+    assert made == ["target_params", "draft_params"]
     assert turns[:8] == contexts * 2
     others = [name.split(", 1 request")[0].split(", 2 requests")[0] for name in turns[8:]]
     assert others[::2] == others[1::2] == ["SMC, N=4, K=2", "SMC, N=2, K=4", "SMC, N=2, K=2", "target alone"]
@@ -117,25 +124,6 @@ def test_cases_that_differ_in_context_take_turns(monkeypatch: pytest.MonkeyPatch
         [13, 14],
         [15, 16],
     ]
-
-
-@pytest.mark.slow
-def test_cases_share_one_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    for name in ("target_params", "draft_params"):
-        make = getattr(Models, name)
-        monkeypatch.setattr(Models, name, lambda self, how, name=name, make=make: made.append(name) or make(self, how))
-    cases = standard_cases(n_particles=2, gamma=2, contexts=[8, 16], requests=[], page_size=4, windows=1, cycles=2)
-    keep = [case for case in cases if case.advance == 3 and case.rows == 2 and not case.private]
-    keep = [dataclasses.replace(case, max_model_len=48) for case in [*keep, cases[-1]]]
-    lines: list[str] = []
-    results = run_cases(Models("tiny-target", "tiny-draft"), keep, bandwidth=1e10, on_result=lines.append)
-    assert made == ["target_params", "draft_params"]
-    assert [each.context for each in results] == [8, 16, 8]
-    assert results[-1].decoding == "autoregressive"
-    assert len(lines) == 3
-    assert lines[1].startswith("SMC, N=2, K=2, 1 request, context 16: ")
-    assert markdown(results).count("\n") == 4
 
 
 def test_a_case_names_its_decoding() -> None:

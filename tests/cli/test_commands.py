@@ -147,12 +147,12 @@ def test_eval_asks_about_long_documents(smcjax: Command, tmp_path: Path) -> None
     """The task brings its own pair: each of 16 lines counts, and nearly all are right."""
     saved = str(tmp_path / "eval.json")
     task = ["--task", "recall", "--context", "1100", "-n", "1", "--save", saved, "--temperature", "0"]
-    result = smcjax("eval", *task, "--decoding", "rejection")
+    result = smcjax("eval", *task, "--decoding", "autoregressive")
     assert result.code == 0
     report = rows_of(saved)[0]
     assert report["n"] == 16
     assert report["accuracy"] > 0.9
-    assert "16 lines of answer, rejection" in result.out.splitlines()[0]
+    assert "16 lines of answer, target alone" in result.out.splitlines()[0]
 
 
 def test_eval_names_the_problem_that_does_not_fit(smcjax: Command, models: list[str]) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from smcjax import LLM, SMC, CheckpointError, Rejection, SamplingParams
 from smcjax.engine.schedule.scheduler import ChunkLengths
-from tests.model.test_eagle import HEAD, parsed
+from tests.model.test_eagle import HEAD
 
 TARGET = Path(__file__).parents[1] / "data" / "hf_golden" / "llama31_rope_tied"
 GOLDEN = json.loads((TARGET / "golden.json").read_text())
@@ -29,10 +28,10 @@ RANDOM = np.random.default_rng(3).integers(3, 384, (3, 16)).tolist()
 PROMPTS = [RANDOM[0], RANDOM[0][:8] + RANDOM[1][:5], RANDOM[0][:10] + RANDOM[2][:3], RANDOM[0]]
 
 
-def llm_of(draft: Path = HEAD, decoding: Any = None, **changes: Any) -> LLM:
+def llm_of(**changes: Any) -> LLM:
     """Three drafts, chunks of prefill that end within pages."""
     fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": PAGE_SIZE, "dtype": "float32"}
-    llm = LLM(TARGET, draft_model=draft, decoding=decoding or Rejection(gamma=3), **{**fields, **changes})
+    llm = LLM(TARGET, draft_model=HEAD, decoding=Rejection(gamma=3), **{**fields, **changes})
     llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(CHUNK, CHUNK)
     return llm
 
@@ -76,28 +75,6 @@ def test_cached_beginnings_and_preemption_change_no_token(llm: LLM) -> None:
         draft = dataclasses.replace(params.draft, fc=jnp.roll(params.draft.fc, 64, axis=1))
         runner.params = dataclasses.replace(params, draft=draft)
         assert tokens(answers(other, PROMPTS)) != tokens(cached), "control: the streams of other layers"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head that drafts the whole vocabulary by the target's own head."""
-    path = tmp_path_factory.mktemp("head")
-    kept = ("d2t", "t2d", "lm_head.weight")
-    stored = {name: array for name, array in load_file(HEAD / "model.safetensors").items() if name not in kept}
-    save_file(stored, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(parsed(draft_vocab_size=384)))
-    return path
-
-
-@pytest.mark.slow
-def test_smc_drafts_by_a_head_of_the_whole_vocabulary(whole: Path) -> None:
-    """Answers and evidence are the same from cached pages as from none."""
-    with llm_of(whole, SMC(n_particles=3, gamma=2), max_num_seqs=1) as llm:
-        first, again = (answers(llm, [RANDOM[0]], temperature=1.0)[0] for _ in range(2))
-    assert (first.metrics.num_cached_tokens, again.metrics.num_cached_tokens) == (0, 12)
-    assert tokens([first]) == tokens([again])
-    assert np.isfinite(first.smc.log_evidence)
-    np.testing.assert_allclose(again.smc.log_evidence, first.smc.log_evidence, atol=1e-3)
 
 
 @pytest.mark.parametrize(

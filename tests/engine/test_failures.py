@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 
 from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.engine.run.programs import Programs
-from smcjax.engine.run.runner import Runner
 from smcjax.model import load_checkpoint, save_checkpoint
 from smcjax.model.files import checkpoint
 from tests.checkpoints import Pair, write_tokenizer
@@ -89,41 +86,6 @@ def test_a_stream_that_fails_ends_with_what_it_said(pair: Pair, plain: LLM, tmp_
     assert output.outputs[0].token_ids == [token for chunk in chunks for token in chunk.token_ids] == healthy[: at + 1]
     assert output.outputs[0].text == "".join(chunk.text for chunk in chunks)
     assert output.metrics.generated_tokens == at + 1
-
-
-@pytest.mark.slow
-def test_programs_for_top_k_that_do_not_fit_end_who_asked_for_them(
-    pair: Pair, plain: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found out once for each size of the batch; the others' answers are what they are alone."""
-    prompts = [{"prompt_token_ids": [70, 71, 72 + i]} for i in range(2)]
-    asked = [dataclasses.replace(PARAMS, top_k=5), PARAMS]
-    expected = plain.generate(prompts[1], PARAMS, use_tqdm=False)[0].outputs
-    compiled: list[bool] = []
-    compile_all = Runner.compile
-
-    def compile_some(self: Runner, sizes: Sequence[int], program: Any, *rest: Any) -> None:
-        if "truncation" in program.features:
-            compiled.append(True)
-            raise ValueError("a program for 2 requests needs more than there is; lower max_num_seqs.")
-        compile_all(self, sizes, program, *rest)
-
-    monkeypatch.setattr(Runner, "compile", compile_some)
-    with LLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2) as llm:
-        for _ in range(2):
-            refused, answered = llm.generate(prompts, asked, use_tqdm=False)
-            assert refused.error is not None
-            assert refused.error.startswith("top_k and top_p cannot be used here: a program for 2 requests")
-            assert refused.outputs[0].finish_reason == "error"
-            assert refused.outputs[0].token_ids == []
-            assert answered.outputs == expected
-            assert llm.metrics()["kv_pages_free"] == llm.metrics()["kv_pages_total"]
-        assert len(compiled) == 1
-        [chunk] = llm.generate_stream(prompts[0], asked[0])
-        assert chunk.finished
-        assert chunk.output is not None
-        assert chunk.output.error is not None
-        assert chunk.text == ""
 
 
 @pytest.mark.parametrize("where", ["join", "prefill", "step", "leave", "observe"])

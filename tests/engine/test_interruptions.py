@@ -199,9 +199,9 @@ def test_an_interruption_at_any_line(ready: LLM, lines: list[Line]) -> None:
 
 @pytest.mark.slow
 def test_a_second_one_at_any_line_of_the_clean_up(ready: LLM, lines: list[Line]) -> None:
-    """For places of the first where a batch is in flight: everywhere in a step, each with every other line after it.
+    """For places of the first where a batch is in flight: everywhere in a step, each with every third line after it.
 
-    Clean-ups are much alike, so that the lines that one place leaves out are those that the next has.
+    Clean-ups are much alike, so that the lines that one place leaves out are those that the next two have.
     """
     asked = Asked(ready)
     names = (
@@ -214,13 +214,13 @@ def test_a_second_one_at_any_line_of_the_clean_up(ready: LLM, lines: list[Line])
     places = [line for line in lines if linecache.getline(*line).lstrip().startswith(names)]
     assert len(places) >= 5
     for index, place in enumerate(places):
-        second = 1 + index % 2
+        second = 1 + index % 3
         while True:
             cleaned = struck(ready, place, 3, second)
             asked.after(place, second)
             if cleaned < second:
                 break
-            second += 2
+            second += 3
         assert second > 20, place
 
 

@@ -312,13 +312,6 @@ def test_stop_strings_cut_what_is_asked(steered: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_forms_and_potentials(steered: LLM) -> None:
-    form = {"type": "regex", "regex": "[a-f]{2,9}"}
-    outputs = generate(steered, ["ab"] * 3, [ask(i, STEERED, response_format=form, ignore_eos=False) for i in range(3)])
-    assert all(set(output.outputs[0].text) <= set("abcdef") and output.error is None for output in outputs)
-
-
-@pytest.mark.slow
 def test_potentials_of_tokens_are_a_requests_own(pair: Pair, steered: LLM) -> None:
     """As the decoder's own potentials, and without effect on others in the batch."""
     favour = smc.TokenPotential(((73, 2.0), (86, -2.0), (68, -1.5)))

@@ -138,16 +138,6 @@ def test_states_follow_ancestors_lanes_and_preempted_requests(llm: LLM) -> None:
     assert not drain(engine)
 
 
-@pytest.mark.slow
-def test_a_control_keeps_the_form(llm: LLM) -> None:
-    """Drafts are rejected by laws of allowed tokens; the evidence is that of the local law's weights."""
-    asked = [params(number, control=1.0) for number in (0, 1)]
-    for number, output in enumerate(llm.generate([PROMPT] * 2, asked, use_tqdm=False)):
-        assert has_form(FORMS[number], output.outputs[0].text)
-        assert output.smc is not None
-        assert output.smc.log_evidence < -2
-
-
 def is_sum(text: str, depth: int) -> bool:
     """Judges by Python's parser: sums of 1 with so many levels of brackets; a, b, x and c stand for (, ), + and 1."""
     if set(text) - set("abcx"):
