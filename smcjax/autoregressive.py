@@ -24,7 +24,6 @@ from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.scores import by_group, scores
-from smcjax.decoding.sequences import cut_block
 from smcjax.model.decoder import unembed
 
 State = Groups  # one row a request
@@ -90,11 +89,8 @@ def _law(
 
 def _append(state: State, drawn: Drawn) -> State:
     """Commits one token a request; where its log-probability is NaN the request fails instead."""
-    requests, live = state.requests, state.live
-    token, logprob = drawn.token, drawn.logprob
-    broken = jnp.isnan(logprob)
-    block = cut_block(token[:, None], requests.stops, state.sequences.length, requests.limit)
-    sequences = extend(state, token[:, None], logprob[:, None], block, live & ~broken)
+    broken = jnp.isnan(drawn.logprob)
+    sequences, _ = extend(state, drawn.token[:, None], drawn.logprob[:, None], state.live & ~broken)
     return dataclasses.replace(
         state,
         sequences=sequences,

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.groups import Groups, Memory
 from smcjax.decoding.row_feature import RowFeature
-from smcjax.decoding.sequences import Block, Sequences, append
+from smcjax.decoding.sequences import Block, Sequences, append, cut_block
 
 
 @jax.tree_util.register_dataclass
@@ -161,16 +161,27 @@ def extend(
     groups: Groups,
     tokens: Int[Array, "R C"],
     logprobs: Float[Array, "R C"],
-    block: Block,
     live: Bool[Array, " R"],
-) -> Sequences:
-    """Commits a block to the live rows by `append`, and their states with it."""
+    *,
+    last: Int[Array, " R"] | None = None,
+) -> tuple[Sequences, Block]:
+    """Commits what `cut_block` leaves of a block to the live rows, and their automata's states with it.
+
+    Also returns what each row keeps. Tokens behind column `last` are none of the row's.
+    """
+    block = cut_block(
+        tokens,
+        groups.per_row(groups.requests.stops),
+        groups.sequences.length,
+        groups.per_row(groups.requests.limit),
+        last=last,
+    )
     sequences = append(groups.sequences, tokens, logprobs, block, live)
     constraint = row_constraint(groups, tokens.shape[0] // groups.running.shape[0])
     if constraint is None:
-        return sequences
+        return sequences, block
     kept = jnp.where(block.counted & live[:, None], tokens, constraint.stops.shape[1])
-    return dataclasses.replace(sequences, automaton=constraint.behind(kept).state)
+    return dataclasses.replace(sequences, automaton=constraint.behind(kept).state), block
 
 
 def masked(logits: Float[Array, "*shape V"], allowed: Bool[Array, "*shape V"] | None) -> Float[Array, "*shape V"]:

@@ -36,7 +36,6 @@ from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, Softmax, draw, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
-from smcjax.decoding.sequences import cut_block
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.model.decoder import unembed
 from smcjax.noise import uniforms
@@ -241,13 +240,9 @@ def _commit(
     broken: Bool[Array, " G"],
 ) -> State:
     """Appends `accepted` + 1 tokens to all rows of the running requests; those with a broken law fail instead."""
-    requests = state.requests
     tokens, logprobs, last = state.per_row(tokens), state.per_row(logprobs), state.per_row(accepted)
     live = state.live & ~state.per_row(broken)
-    block = cut_block(
-        tokens, state.per_row(requests.stops), state.sequences.length, state.per_row(requests.limit), last=last
-    )
-    sequences = extend(state, tokens, logprobs, block, live)
+    sequences, _ = extend(state, tokens, logprobs, live, last=last)
     ended = state.by_group(sequences.finished)[:, 0]
     return dataclasses.replace(
         state,

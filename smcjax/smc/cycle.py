@@ -32,7 +32,7 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, forbid_stops, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
-from smcjax.decoding.sequences import Block, Sequences, cut_block
+from smcjax.decoding.sequences import Block, Sequences
 from smcjax.decoding.speculation import propose, score
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.acceptance import NewBlock, Scored
@@ -104,16 +104,9 @@ def tempered(state: State, logits: Float[Array, "R C V"]) -> Float[Array, "R C V
 @jax.named_scope("commit")
 def commit(state: State, new: NewBlock, potentials: Sequence[Potential] = ()) -> State:
     """Gives the live rows their new tokens, and weighs them."""
-    requests, live = state.requests, state.live
-    block = cut_block(
-        new.tokens,
-        state.per_row(requests.stops),
-        state.sequences.length,
-        state.per_row(requests.limit),
-        last=new.last,
-    )
+    live = state.live
+    sequences, block = extend(state, new.tokens, new.logprobs, live, last=new.last)
     increment = jnp.where(live, block_weight(new.increments, block), 0.0)
-    sequences = extend(state, new.tokens, new.logprobs, block, live)
     log_weight = state.log_weight + state.by_group(increment)
     state = dataclasses.replace(state, sequences=sequences, log_weight=log_weight)
     if potentials:
