@@ -193,7 +193,7 @@ def test_whatever_fails_ends_in_one_line(
     assert len(result.err) < 600
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["eval"], ["bench", "cycle"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["eval"], ["bench", "cycle"], ["viz"]])
 def test_help(smcjax: Command, command: list[str]) -> None:
     result = smcjax(*command, "--help")
     assert (result.code, result.err) == (0, "")

@@ -42,13 +42,10 @@ def test_where_it_is_told(smcjax: Command, trace: Path, tmp_path: Path, option: 
         (["trace.json", "-o"], "-o/--output"),
         (["trace.json", "--out", "x.svg"], "--out"),
         (["trace.json", "-o", "x.pdf"], "x.pdf is neither .svg nor .png"),
-        (["trace.json", "-o", ""], "neither .svg nor .png"),
         (["trace.json", "-o", "missing/x.svg"], "missing/x.svg cannot be written"),
         (["trace.json", "-o", "directory.svg"], "directory.svg is not a regular file"),
         (["trace.svg"], "must not be the trace itself"),
-        (["trace.svg", "-o", "./trace.svg"], "must not be the trace itself"),
         (["nothing.json"], "nothing.json does not exist"),
-        (["."], ". cannot be read (it is a directory, not a regular file)"),
         (["cut.json"], "cut.json is not valid JSON (Unterminated string"),
         (["other.json"], "other.json is not a trace"),
     ],
@@ -68,14 +65,3 @@ def test_wrong_usage_is_2(
     assert len(result.err.splitlines()) == 1
     assert_one_sentence(result)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_debug_keeps_the_traceback(smcjax: Command) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        smcjax("--debug", "viz", "/nowhere/trace.json")
-
-
-def test_help(smcjax: Command) -> None:
-    result = smcjax("viz", "--help")
-    assert (result.code, result.err) == (0, "")
-    assert "--output" in result.out

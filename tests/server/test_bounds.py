@@ -73,9 +73,10 @@ class Server:
 
     def note(self, watcher: subprocess.Popen[str]) -> None:
         assert watcher.stdout is not None
-        for line in watcher.stdout:
-            name, began, seconds, status = line.split()
-            self.waits.append(Wait(name, float(began), float(seconds), status))
+        with contextlib.suppress(ValueError):  # its end is closed with the fixture
+            for line in watcher.stdout:
+                name, began, seconds, status = line.split()
+                self.waits.append(Wait(name, float(began), float(seconds), status))
 
     def watch_memory(self) -> None:
         while not self.over.wait(0.05):

@@ -238,10 +238,10 @@ def fork(mutation: str, method: str, log_weight: Any, uniforms: Any) -> tuple[An
     return state.sequences.length.reshape(groups, n), state.log_evidence, state.log_weight
 
 
-def chunked(function: Callable[..., Any], *arrays: np.ndarray, most: int = CHUNK) -> list[np.ndarray]:
+def chunked(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
     """Applies a jitted function to arrays with one leading axis, in chunks of one compiled shape."""
     size = len(arrays[0])
-    chunk = most if size > 64 else 64
+    chunk = CHUNK if size > 64 else 64
     parts = []
     for begin in range(0, size, chunk):
         piece = [a[begin : begin + chunk] for a in arrays]

@@ -1,8 +1,7 @@
 """SMC with a control: laws 2 and 4 where drafts are rejected and rows of a population have unequal lengths.
 
 By exact enumeration (tests/smc/enumeration.py): every block of every row with every fate of its drafts, every
-resampling outcome, in float64; longer answers with three particles and three drafts, cycle by cycle, in
-`test_control_cycle.py`. Then the running step: pages, neighbours, schedules. That it equals plain Python token
+resampling outcome, in float64. Then the running step: pages, neighbours, schedules. That it equals plain Python token
 for token is `test_reference.py`; one token's rule is `test_control_rules.py`.
 """
 
