@@ -203,19 +203,6 @@ def test_routing_by_groups_changes_nothing(patch_programs: Any) -> None:
 
 
 @pytest.mark.slow
-def test_control_a_mask_that_names_all_queries_is_seen(patch_programs: Any) -> None:
-    tasks = nsa_groups.group_tasks
-
-    def for_all(*args: Any, **options: Any) -> Any:
-        found = tasks(*args, **options)
-        return found._replace(queries=jnp.where(found.queries == 0, 0, -1))
-
-    patch_programs(nsa_groups, "group_tasks", for_all)
-    got = scored(SparseVerification("merged", 3))  # a size that no other test compiles
-    assert np.abs(got - scored(None)).max() > 1e-2
-
-
-@pytest.mark.slow
 def test_shared_blocks_are_strict_for_single_queries_alone() -> None:
     """A group of one is strict; control: groups of four are not."""
     want = scored(None)

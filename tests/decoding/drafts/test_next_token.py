@@ -175,12 +175,11 @@ def test_a_truncated_law_is_drawn_from_layer_by_layer(max_model_len: int) -> Non
 def test_scores_leave_the_fused_step_as_it_is() -> None:
     """The kernel draws, and the logits that it does not write are made once more, for their largest."""
     program = autoregressive.Program(Autoregressive(), MODEL, None, 1024, implementation="mosaic")
-    text = lowered(
-        autoregressive, dataclasses.replace(program, features=frozenset({"logprobs"})), PairParams(PARAMS), 1
-    )
-    assert KERNEL in text
-    assert "chlo.top_k" in text
-    assert "chlo.top_k" not in lowered(autoregressive, program, PairParams(PARAMS), 1)
+    scored = dataclasses.replace(program, features=frozenset({"logprobs"}))
+    with_scores, without = (str(traced(autoregressive, one, PairParams(PARAMS), 1).jaxpr) for one in (scored, program))
+    assert "name=decode_step" in with_scores
+    assert "top_k" in with_scores
+    assert "top_k" not in without
 
 
 def test_the_heads_kernel_is_asked_for_the_same_law() -> None:

@@ -112,7 +112,7 @@ def random_history(seed: int, page_size: int) -> tuple[jax.Array, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "page_size", "chunk", "tiles", "has_immutable"),
-    [(*terms, has) for terms, has in zip(TERMS, (True, False, False, True), strict=True)],  # both of each size
+    [(*TERMS[0], True), (*TERMS[-1], False)],
 )
 def test_the_kernel_finds_the_same(queries: int, page_size: int, chunk: int, tiles: int, has_immutable: bool) -> None:
     terms = {"rows": ROWS, "queries": queries, "page_size": page_size, "chunk": chunk, "tiles": tiles}
