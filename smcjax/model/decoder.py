@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,13 @@ from smcjax.pallas import (
 Attend = Callable[[int, Projection], jax.Array]
 # (layer index, the residual stream [R, T, E] that enters the layer); the last index is the number of layers
 Watch = Callable[[int, jax.Array], None]
+
+
+class _Reader(NamedTuple):
+    """A product that reads the residual stream."""
+
+    norm: PreNorm | None
+    applies: Norm | None  # the norm, where the product applies it itself
 
 
 class AuxHiddenStates:
@@ -130,7 +137,8 @@ def hidden_states(
     `watch` is told the residual stream in front of every layer, and behind the last.
 
     With kernels, norms that `smcjax.model.folding` has folded into the products behind them are left pending: a
-    product then reads the residual stream itself, which the product before has added to, and its reader divides.
+    product then reads the residual stream itself, which the product before has added to, and its reader divides. A
+    product with a float8 matrix reads the stream too, and norms what it rounds.
     Only within `implementations("xla")` can it be differentiated.
     """
     angles = {rope: rope_angles(rope, config.head_dim, positions) for rope in {s.rope: None for s in config.layers}}
@@ -143,47 +151,42 @@ def hidden_states(
     def pending(x: jax.Array, norm: PreNorm | None) -> PendingNorm | None:
         return PendingNorm(x, eps) if isinstance(norm, Folded) and leaves_pending else None
 
-    def carried(norm: PreNorm | None, weight: Any, bias: jax.Array | None, own: Any = None) -> Norm | None:
-        """A norm that the product with `weight` applies itself; None where it does not, or others read x as well."""
-        if norm is None or isinstance(norm, Folded) or bias is not None or own or not norms_itself(weight, x):
-            return None
-        return Norm(norm, eps)
+    def reader(norm: PreNorm | None, weight: Any, bias: jax.Array | None, own: Any = None) -> _Reader:
+        """The product with `weight`; weights of the attention's `own` read what has been normed as well."""
+        plain = norm is None or isinstance(norm, Folded) or bias is not None or own or not norms_itself(weight, x)
+        return _Reader(norm, None if plain else Norm(norm, eps))
 
-    def reads_stream(norm: PreNorm | None, carried: Norm | None) -> bool:
-        """True where a product reads the residual stream itself: its norm is carried or pending, or there is none."""
-        return norm is None or carried is not None or (isinstance(norm, Folded) and leaves_pending)
+    def reads_stream(by: _Reader) -> bool:
+        """True where a product reads the residual stream itself: its norm is its own or pending, or there is none."""
+        return by.norm is None or by.applies is not None or (isinstance(by.norm, Folded) and leaves_pending)
 
     def weight_of(norm: PreNorm | None) -> jax.Array | None:
         return None if isinstance(norm, Folded) else norm
 
     def added(
-        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, post: jax.Array | None, index: int
+        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, post: jax.Array | None, by: _Reader
     ) -> tuple[jax.Array, jax.Array]:
-        """x + weight · y, the product normed by `post` where the layer does so; and what reads norm `index` next."""
-        norm = norms[index]
-        if not reads_stream(norm, carries[index]):
-            return add_rms_norm(x, normed_by(post, linear(y, weight, bias)), weight_of(norm), eps)
+        """x + weight · y, the product normed by `post` where the layer does so; and what the next reader reads."""
+        if not reads_stream(by):
+            return add_rms_norm(x, normed_by(post, linear(y, weight, bias)), weight_of(by.norm), eps)
         x = linear(y, weight, bias, add_to=x) if post is None else x + normed_by(post, linear(y, weight, bias))
         return x, x
 
     def normed_by(norm: jax.Array | None, y: jax.Array) -> jax.Array:
         return y if norm is None else rms_norm(y, norm, eps)
 
-    # Two norms a layer, in the order in which they are applied, and the last one.
-    norms: list[PreNorm | None] = []
-    carries: list[Norm | None] = []
+    readers = []  # two a layer, and what is made of the last stream
     for layer in params.layers:
-        norms += [layer.attn_norm, layer.mlp_norm]
-        carries.append(carried(layer.attn_norm, layer.qkv, layer.qkv_bias, layer.attention))
-        carries.append(carried(layer.mlp_norm, layer.gate_up, layer.gate_up_bias))
-    norms, carries = [*norms, params.final_norm], [*carries, None]
-    normed = x if reads_stream(norms[0], carries[0]) else rms_norm(x, weight_of(norms[0]), eps)
+        readers.append(reader(layer.attn_norm, layer.qkv, layer.qkv_bias, layer.attention))
+        readers.append(reader(layer.mlp_norm, layer.gate_up, layer.gate_up_bias))
+    readers.append(_Reader(params.final_norm, None))
+    normed = x if reads_stream(readers[0]) else rms_norm(x, weight_of(readers[0].norm), eps)
     for index, layer in enumerate(params.layers):
         if watch is not None:
             watch(index, x)
-        spec = config.layer(index)
+        spec, (attn, mlp, following) = config.layer(index), readers[2 * index : 2 * index + 3]
         cos, sin = angles[spec.rope]
-        qkv = linear(normed, layer.qkv, layer.qkv_bias, norm=carries[2 * index])
+        qkv = linear(normed, layer.qkv, layer.qkv_bias, norm=attn.applies)
         qkv = qkv.reshape(*tokens.shape, -1, config.head_dim)
         of_heads = None
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -200,11 +203,11 @@ def hidden_states(
             angles=functools.partial(rope_angles, spec.rope, config.head_dim),
         )
         attended = attend(index, projection).reshape(flat)
-        x, normed = added(x, attended, layer.o, layer.o_bias, layer.attn_post_norm, 2 * index + 1)
+        x, normed = added(x, attended, layer.o, layer.o_bias, layer.attn_post_norm, mlp)
         to_come = pending(x, layer.mlp_norm)
-        norm = carries[2 * index + 1] if to_come is None else Norm(None, eps)
+        norm = mlp.applies if to_come is None else Norm(None, eps)
         h = gated_product(normed, layer.gate_up, layer.gate_up_bias, norm, spec.activation)
-        x, normed = added(x, h, layer.down, layer.down_bias, layer.mlp_post_norm, 2 * index + 2)
+        x, normed = added(x, h, layer.down, layer.down_bias, layer.mlp_post_norm, following)
     if watch is not None:
         watch(len(params.layers), x)
     return normed
