@@ -16,7 +16,9 @@ from smcjax.model import LayerSpec, ModelConfig, Params, decoder, forward, logit
 from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.decoder import gated
 from smcjax.model.params import FOLDED, init_params
-from smcjax.pallas import PendingNorm
+from smcjax.model.quantize import quantize_params
+from smcjax.pallas import Norm, PendingNorm
+from smcjax.quantization import FLOAT8
 from tests.helpers import noisy_params, tiny_config
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (1, 16), np.int32))
@@ -139,6 +141,34 @@ def test_a_product_that_lacks_its_norm_is_divided_before_the_activation(activati
     got, want = gated(gate_up, pending, activation), gated(pending.divide(gate_up), None, activation)
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert np.abs(got - gated(gate_up, None, activation)).max() > 1e-2, "control"
+
+
+@pytest.mark.parametrize("also", ["nothing", "post norms", "a bias"])
+def test_products_that_norm_what_they_round_change_nothing(also: str, patch_programs: Any) -> None:
+    """As where a kernel rounds: float8 products read the stream, which the products before them have added to."""
+    config = tiny_config(11)
+    scales = jax.random.uniform(jax.random.key(1), (2, config.hidden_size), minval=0.5, maxval=2.0)
+
+    def with_norms(layer: Any) -> Any:
+        more: dict[str, Any] = {"attn_norm": scales[0], "mlp_norm": scales[1]}
+        if also == "post norms":
+            more |= {"attn_post_norm": scales[1], "mlp_post_norm": scales[0]}
+        if also == "a bias":
+            more |= {"qkv_bias": jnp.ones(layer.qkv.shape[0])}
+        return dataclasses.replace(layer, **more)
+
+    params = noisy_params(config)
+    params = dataclasses.replace(params, layers=tuple(map(with_norms, params.layers)))
+    params = quantize_params(params, FLOAT8)
+
+    def outputs() -> np.ndarray:
+        return np.asarray(jax.jit(lambda params: logits(config, params, TOKENS))(params))  # a trace of its own
+
+    want = outputs()
+    patch_programs(decoder, "norms_itself", lambda weight, x: True)
+    np.testing.assert_allclose(outputs(), want, rtol=1e-5, atol=1e-5)
+    patch_programs(decoder, "Norm", lambda weight, eps: Norm(None, eps))
+    assert np.abs(outputs() - want).max() > 1e-2, "control"
 
 
 def test_norms_in_float32_leave_activations_in_the_models_dtype() -> None:
