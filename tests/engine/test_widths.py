@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, RequestOutput, SamplingParams
+from smcjax import LLM, SMC, RequestOutput, SamplingParams
 from smcjax.model import ModelConfig, init_params, save_checkpoint
 
 pytestmark = pytest.mark.all_sizes
@@ -47,21 +47,16 @@ def logprobs(output: RequestOutput) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("decoding", "dtype"),
-    [(SMC(n_particles=4, gamma=4), "float32"), (Autoregressive(), "bfloat16")],
-    ids=["smc", "autoregressive-bfloat16"],
-)
-def test_alone_and_in_a_mix(models: tuple[Path, Path], decoding: SMC | Autoregressive, dtype: str) -> None:
+def test_alone_and_in_a_mix(models: tuple[Path, Path]) -> None:
     target, draft = models
     prompts, params = requests()
     with LLM(
         target,
-        draft_model=None if isinstance(decoding, Autoregressive) else draft,
-        decoding=decoding,
+        draft_model=draft,
+        decoding=SMC(n_particles=4, gamma=4),
         max_model_len=256,
         max_num_seqs=2,
-        dtype=dtype,
+        dtype="bfloat16",
     ) as llm:
         alone = [llm.generate(prompt, one, use_tqdm=False)[0] for prompt, one in zip(prompts, params, strict=True)]
         for count in (2, 4):

@@ -41,13 +41,6 @@ def test_wilson_interval_solves_its_defining_equation(counts: tuple[int, int]) -
             assert abs(successes / n - p) == pytest.approx(Z_95 * math.sqrt(p * (1 - p) / n), rel=1e-6)
 
 
-@given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_interval_is_symmetric_in_success_and_failure(counts: tuple[int, int]) -> None:
-    successes, n = counts
-    low, high = wilson_interval(successes, n)
-    assert wilson_interval(n - successes, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
-
-
 @pytest.mark.parametrize(("successes", "n"), [(-1, 10), (11, 10), (0, 0)])
 def test_wilson_interval_refuses_impossible_counts(successes: int, n: int) -> None:
     with pytest.raises(ValueError, match=r"need 0 ≤ successes ≤ n"):
@@ -70,13 +63,6 @@ def test_paired_interval_changes_sign_with_the_order(pairs: list[tuple[bool, boo
     difference, low, high = paired_difference_interval(a, b)
     assert -1 <= low < high <= 1
     assert paired_difference_interval(b, a) == pytest.approx((-difference, -high, -low))
-
-
-def test_paired_interval_of_equal_methods_is_narrower_than_two_separate_ones() -> None:
-    right = np.arange(1000) % 2 == 0
-    _, low, high = paired_difference_interval(right, right)
-    assert low < 0 < high
-    assert high - low < 0.01
 
 
 def test_paired_interval_covers_the_truth_about_95_times_in_100() -> None:
