@@ -83,6 +83,7 @@ def alone(tight: LLM) -> list[tuple[Any, ...]]:
     return [fingerprint(tight.generate(prompt(i), params(i), use_tqdm=False)[0]) for i in range(12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 def test_in_any_mix_as_alone(
     tight: LLM, alone: list[tuple[Any, ...]], lag: int, monkeypatch: pytest.MonkeyPatch

@@ -288,6 +288,7 @@ def test_llms_that_cannot_judge_are_refused(steered: LLM, pair: Pair) -> None:
         Judge(other, verdicts=("y", "n"))
 
 
+@pytest.mark.slow
 def test_what_is_too_long_ends_its_request(steered: LLM, tmp_path: Path) -> None:
     config, weights = make_classifier("llama", 1, vocab_size=SIZE, max_position_embeddings=40)
     judge = Judge(write_judge(tmp_path, config, weights), "x" * 40 + "{text}")

@@ -48,6 +48,7 @@ def by_name(pair: Pair) -> Iterator[dict[str, LLM]]:
         yield {"smc": smc, "rejection": rejection}
 
 
+@pytest.mark.slow
 def test_each_request_is_answered_by_who_can(told_none: LLM, by_name: dict[str, LLM]) -> None:
     """Mixed in one call, in their order, with the seeds that they have by their numbers in one LLM."""
     params = [KEPT, left(0), KEPT, left(1)]

@@ -32,6 +32,9 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
 
 
+pytestmark = pytest.mark.slow  # importing a client takes seconds; the official one is in every file beside
+
+
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients fetch nothing."""

@@ -252,7 +252,7 @@ def test_the_terms_telescope_through_forks(config: dict[str, Any]) -> None:
         np.testing.assert_allclose(state.log_potential[group], want, atol=1e-4)
 
 
-@pytest.mark.parametrize("config", [{"pipelined": True}, {"control": 0.3}], ids=str)
+@pytest.mark.parametrize("config", [{"control": 0.3}, {"pipelined": True}], ids=str)
 def test_log_probabilities_are_the_targets_own(config: dict[str, Any]) -> None:
     """Log-probabilities are those of each row's tokens, copies' too, by the request's temperature and minimum."""
     state, _ = run(**config, potentials=(Likelier(0.5),))
@@ -262,7 +262,7 @@ def test_log_probabilities_are_the_targets_own(config: dict[str, Any]) -> None:
         np.testing.assert_allclose(state.log_potential[group], [0.5 * np.log(law).sum() for law in laws], atol=1e-3)
 
 
-@pytest.mark.parametrize("config", [{"pipelined": True}, {"control": 0.3}], ids=str)
+@pytest.mark.parametrize("config", [{"control": 0.3}, {"pipelined": True}], ids=str)
 def test_hidden_states_are_the_targets_own(config: dict[str, Any]) -> None:
     """The state keeps the value by the dense forward of each row's tokens without the newest, copies' too."""
     direction = tuple(np.random.default_rng(0).normal(size=PAIR.target.hidden_size).tolist())
