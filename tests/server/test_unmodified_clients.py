@@ -21,7 +21,8 @@ from smcjax import SamplingParams
 from tests.checkpoints import Pair
 from tests.server.conftest import EXACT_NAME, SMC_NAME, Running
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+# The warnings are theirs, and to import a client takes seconds; the official one is in every file beside.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 SAID = "hi"
 MESSAGES: Any = [{"role": "user", "content": SAID}]
 LIMIT: dict[str, Any] = {"max_tokens": 12, "seed": 3, "temperature": 1.0}
@@ -30,9 +31,6 @@ LIMIT: dict[str, Any] = {"max_tokens": 12, "seed": 3, "temperature": 1.0}
 def needs(name: str) -> pytest.MarkDecorator:
     """Skips a test where a client is not installed."""
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
-
-
-pytestmark = pytest.mark.slow  # importing a client takes seconds; the official one is in every file beside
 
 
 @pytest.fixture(autouse=True)
