@@ -53,7 +53,7 @@ class _Reader(NamedTuple):
     """A product that reads the residual stream."""
 
     norm: PreNorm | None
-    applies: Norm | None  # the norm, where the product applies it itself
+    left: Norm | None = None  # what has not been applied to what it reads (`_divided`)
 
 
 class AuxHiddenStates:
@@ -148,17 +148,16 @@ def hidden_states(
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     leaves_pending = _leaves_pending(x)
 
-    def pending(x: jax.Array, norm: PreNorm | None) -> PendingNorm | None:
-        return PendingNorm(x, eps) if isinstance(norm, Folded) and leaves_pending else None
-
     def reader(norm: PreNorm | None, weight: Any, bias: jax.Array | None, own: Any = None) -> _Reader:
         """The product with `weight`; weights of the attention's `own` read what has been normed as well."""
-        plain = norm is None or isinstance(norm, Folded) or bias is not None or own or not norms_itself(weight, x)
+        if isinstance(norm, Folded):
+            return _Reader(norm, Norm(None, eps) if leaves_pending else None)
+        plain = norm is None or bias is not None or own or not norms_itself(weight, x)
         return _Reader(norm, None if plain else Norm(norm, eps))
 
     def reads_stream(by: _Reader) -> bool:
-        """True where a product reads the residual stream itself: its norm is its own or pending, or there is none."""
-        return by.norm is None or by.applies is not None or (isinstance(by.norm, Folded) and leaves_pending)
+        """True where a product reads the residual stream itself: its norm is left to it, or there is none."""
+        return by.norm is None or by.left is not None
 
     def weight_of(norm: PreNorm | None) -> jax.Array | None:
         return None if isinstance(norm, Folded) else norm
@@ -179,14 +178,15 @@ def hidden_states(
     for layer in params.layers:
         readers.append(reader(layer.attn_norm, layer.qkv, layer.qkv_bias, layer.attention))
         readers.append(reader(layer.mlp_norm, layer.gate_up, layer.gate_up_bias))
-    readers.append(_Reader(params.final_norm, None))
+    readers.append(_Reader(params.final_norm))
     normed = x if reads_stream(readers[0]) else rms_norm(x, weight_of(readers[0].norm), eps)
     for index, layer in enumerate(params.layers):
         if watch is not None:
             watch(index, x)
         spec, (attn, mlp, following) = config.layer(index), readers[2 * index : 2 * index + 3]
         cos, sin = angles[spec.rope]
-        qkv = linear(normed, layer.qkv, layer.qkv_bias, norm=attn.applies)
+        own, pending = _divided(attn.left, x)
+        qkv = linear(normed, layer.qkv, layer.qkv_bias, norm=own)
         qkv = qkv.reshape(*tokens.shape, -1, config.head_dim)
         of_heads = None
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -197,16 +197,14 @@ def hidden_states(
             sin=sin,
             num_kv_heads=spec.attention.kv_pairs * config.num_kv_heads,
             norms=of_heads,
-            pending=pending(x, layer.attn_norm),
+            pending=pending,
             x=normed,
             weights=layer.attention,
             angles=functools.partial(rope_angles, spec.rope, config.head_dim),
         )
         attended = attend(index, projection).reshape(flat)
         x, normed = added(x, attended, layer.o, layer.o_bias, layer.attn_post_norm, mlp)
-        to_come = pending(x, layer.mlp_norm)
-        norm = mlp.applies if to_come is None else Norm(None, eps)
-        h = gated_product(normed, layer.gate_up, layer.gate_up_bias, norm, spec.activation)
+        h = gated_product(normed, layer.gate_up, layer.gate_up_bias, mlp.left, spec.activation)
         x, normed = added(x, h, layer.down, layer.down_bias, layer.mlp_post_norm, following)
     if watch is not None:
         watch(len(params.layers), x)
@@ -216,14 +214,20 @@ def hidden_states(
 def gated_product(
     x: Float[Array, "*shape E"], weight: Any, bias: jax.Array | None, norm: Norm | None, activation: str
 ) -> Float[Array, "*shape F"]:
-    """activation(gate) · up of the product with x, which `norm` is still to norm; of few rows by one kernel."""
+    """activation(gate) · up of the product with x, whose `norm` is left (`_divided`); of few rows by one kernel."""
     if is_whole(weight) and bias is None and activation == "silu":
         kernel = skinny_gemm_swiglu.kernel_for(x, weight, norm)
         if kernel is not None:
             return kernel.run(x, weight, norm)
-    if norm is not None and norms_itself(weight, x) and bias is None:
-        return gated(linear(x, weight, bias, norm=norm), None, activation)
-    return gated(linear(x, weight, bias), None if norm is None else PendingNorm(x, norm.eps), activation)
+    own, pending = _divided(norm, x)
+    return gated(linear(x, weight, bias, norm=own), pending, activation)
+
+
+def _divided(left: Norm | None, x: Float[Array, "*shape E"]) -> tuple[Norm | None, PendingNorm | None]:
+    """Who applies the norm of x that is left: a product the one with weights, its reader the one without."""
+    if left is None or left.weight is not None:
+        return left, None
+    return None, PendingNorm(x, left.eps)
 
 
 def gated(gate_up: Float[Array, "*shape FF"], pending: PendingNorm | None, activation: str) -> Float[Array, "*shape F"]:

@@ -39,7 +39,7 @@ from jaxtyping import Array, Float, Shaped
 from smcjax.matmul import Dense, Quantized, matrix
 from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton, runs_triton_beside_mosaic
 from smcjax.pallas.layer import skinny_gemm_triton as triton
-from smcjax.pallas.layer.norm import Norm, PendingNorm, inverse_rms_of
+from smcjax.pallas.layer.norm import Norm, inverse_rms_of
 from smcjax.pallas.layer.skinny_gemm_tuning import (
     EIGHT,
     ROWS,
@@ -50,7 +50,6 @@ from smcjax.pallas.layer.skinny_gemm_tuning import (
     padded,
     tiles_of,
 )
-from smcjax.pallas.layer.swiglu import swiglu_reference
 from smcjax.pallas.mosaic import l2_policy, threads
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.threads import WARPGROUP, Threads, Word
@@ -76,10 +75,8 @@ def product_reference(
 
 def swiglu_product_reference(x: Float[Array, "*shape I"], w: Any, norm: Norm | None) -> Float[Array, "*shape F"]:
     """silu(gate) · up of the normed x, gate above up in W, an array [2·F, I] or a matrix in eight bits a number."""
-    if norm is None or norm.weight is not None:
-        gate, up = jnp.split(matrix(w)(x if norm is None else norm(x)), 2, axis=-1)
-        return jax.nn.silu(gate) * up
-    return swiglu_reference(matrix(w)(x), PendingNorm(x, norm.eps))
+    gate, up = jnp.split(matrix(w)(x if norm is None else norm(x)), 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 def eight_bits_reference(
@@ -424,11 +421,15 @@ def _launch(
 # ------------------------------------------------------------------------------------------------------------ wrapper
 
 
-def _supports_sizes(x: jax.Array, w: jax.Array, parts: int) -> bool:
-    rows, columns = x.size // x.shape[-1], x.shape[-1]
-    if x.dtype != jnp.bfloat16 or w.dtype != x.dtype or w.ndim != 2 or not 0 < rows <= MAX_ROWS:
+def _supports_sizes(x: jax.Array, w: Any, parts: int) -> bool:
+    """True for bfloat16 x, and W in bfloat16 or float8, of sizes that a tuning has."""
+    eight = isinstance(w, Quantized)
+    fits = w.kind is FLOAT8 if eight else w.dtype == x.dtype
+    if not fits or x.dtype != jnp.bfloat16 or len(w.shape) != 2 or w.shape[0] % parts:
         return False
-    return w.shape[0] % parts == 0 and _tuning_of(rows, w.shape[0] // parts, columns, parts) is not None
+    rows, columns = x.size // max(1, x.shape[-1]), x.shape[-1]
+    most, size = (MAX_FLOAT8_ROWS, 1) if eight else (MAX_ROWS, 2)
+    return 0 < rows <= most and _tuning_of(rows, w.shape[0] // parts, columns, parts, size) is not None
 
 
 def _tuning_of(*sizes: int) -> Tuning | None:
@@ -449,25 +450,17 @@ def supports_product(x: jax.Array, w: jax.Array, *, add_to: jax.Array | None = N
     return _supports_result(x, add_to, out) and _supports_sizes(x, w, 1)
 
 
-def _supports_float8_sizes(x: jax.Array, w: Quantized, parts: int) -> bool:
-    rows, columns = x.size // max(1, x.shape[-1]), x.shape[-1]
-    if x.dtype != jnp.bfloat16 or w.kind is not FLOAT8 or w.values.ndim != 2 or not 0 < rows <= MAX_FLOAT8_ROWS:
-        return False
-    return w.shape[0] % parts == 0 and _tuning_of(rows, w.shape[0] // parts, columns, parts, 1) is not None
-
-
 def supports_float8(
     x: jax.Array, w: Quantized, *, norm: Norm | None = None, add_to: jax.Array | None = None, out: Any = None
 ) -> bool:
     """True for products of float8 that the kernel computes: up to `MAX_FLOAT8_ROWS` of x."""
-    return _supports_result(x, add_to, out) and _supports_float8_sizes(x, w, 1)
+    return _supports_result(x, add_to, out) and _supports_sizes(x, w, 1)
 
 
 def supports_swiglu_product(x: jax.Array, w: Any, norm: Norm | None) -> bool:
     """True for products with SwiGLU that the kernel computes: bfloat16 by a norm without weights, or float8."""
-    if isinstance(w, Quantized):
-        return _supports_float8_sizes(x, w, 2)
-    return norm is not None and norm.weight is None and _supports_sizes(x, w, 2)
+    takes_norm = isinstance(w, Quantized) or (norm is not None and norm.weight is None)
+    return takes_norm and _supports_sizes(x, w, 2)
 
 
 @functools.partial(jax.jit, static_argnames=("out", "tuning", "interpret"))
