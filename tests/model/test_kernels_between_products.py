@@ -27,7 +27,7 @@ LAYERS, NUM_PAGES = 2, 77
 
 
 def lowered(*args: Any, **options: Any) -> str:
-    """What `traced` returns, lowered for CUDA."""
+    """Lowers for CUDA what `traced` returns."""
     return traced(*args, **options).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -105,7 +105,7 @@ def test_products_of_few_rows_are_kernels(rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize(("quantization", "norms"), [(FLOAT8, 1), (INT8, 2 * LAYERS)], ids=["float8", "int8"])
 def test_products_of_float8_norm_as_they_round(patch_programs: Any, quantization: Quantization, norms: int) -> None:
-    """Of float8 the norm behind the last layer alone is by itself; those of int8 read what has been normed."""
+    """A float8 model norms by itself behind its last layer alone; products of int8 read what has been normed."""
     pytest.importorskip("jax_triton")
     asked = mock.Mock(wraps=decoder.add_rms_norm)
     patch_programs(decoder, "add_rms_norm", asked)

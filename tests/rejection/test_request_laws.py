@@ -58,7 +58,7 @@ class Wish:
     bias: tuple[tuple[int, float], ...] = ()
 
     def of(self, groups: int) -> Adjustments:
-        """The same for so many requests."""
+        """Repeats the request's parameters for so many requests."""
         biased, bias = np.full((groups, 3), V, np.int32), np.zeros((groups, 3), np.float32)
         for place, (token, value) in enumerate(self.bias):
             biased[:, place], bias[:, place] = token, value

@@ -122,7 +122,7 @@ def test_estimates_are_unbiased(config: dict[str, Any]) -> None:
     ids=str,
 )
 def test_estimates_are_unbiased_with_a_form_and_without(config: dict[str, Any]) -> None:
-    """Of every other request's answers that have the form, and of the others' answers, which share the program."""
+    """Estimates are unbiased of every other request's answers, which have the form, and of the others' beside them."""
     program = PAIR.program(MAX_MODEL_LEN, gamma=2, ess_threshold=0.8, **config)
     for has_form in (True, False):
         scores = z_scores(program, some=slice(int(not has_form), None, 2), has_form=has_form, formed=True)

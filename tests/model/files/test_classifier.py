@@ -100,7 +100,7 @@ def test_what_is_no_whole_classifier_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_head_is_read_alone(tmp_path: Path) -> None:
-    """Of a classifier, in one file or among shards, and of TRL's value head with its bias: the stored numbers."""
+    """`load_head` returns the stored numbers of a classifier, in a file or shards, and of TRL's head with its bias."""
     raw, weights = make_classifier("qwen2", 3)
     for dtype, shards in (("float32", 1), ("bfloat16", 3)):
         write_directory(tmp_path / dtype, raw, weights, dtype, shards)

@@ -156,7 +156,7 @@ def test_odd_widths_go_through_the_dispatcher(dim: int, dtype: Any) -> None:
 
 @given(st.lists(st.integers(0, 6), min_size=5, max_size=5), st.integers(2, 3))
 def test_any_lengths(lengths: list[int], vocabulary: int) -> None:
-    """Of few tokens, so that they agree again behind the mismatch."""
+    """Draws few different tokens, so that drafts agree again behind the mismatch."""
     check(REFERENCE, poisoned(with_lengths(np.asarray(lengths), 6, vocabulary=vocabulary), 4))
 
 
