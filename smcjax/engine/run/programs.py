@@ -22,6 +22,7 @@ from smcjax.engine.run.memory import device_memory
 from smcjax.engine.run.settings import own_settings
 from smcjax.matmul import product_dtypes
 from smcjax.pallas import active_implementation, implementations
+from smcjax.quantization import FLOAT8
 
 logger = logging.getLogger("smcjax")
 
@@ -42,7 +43,7 @@ class Job(NamedTuple):
     function: Callable[..., Any]
     donate: tuple[int, ...]  # arguments' numbers
     arguments: tuple[Any, ...]
-    cublas: bool = False  # for its products, if all that XLA multiplies is bfloat16
+    cublas: bool = False  # for its products, of what dtypes `_leaves_to_cublas` says
     # With the arguments' shapes, all that the function computes by: of jobs that are equal in this, the process
     # compiles one. None: no other job is like it.
     identity: Hashable = None
@@ -220,7 +221,16 @@ def _compiled(job: Job) -> Any:
     # interpreter to an engine that runs beside them.
     with _tracing, product_dtypes() as dtypes:
         lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
-    return lowered.compile(CUBLAS_PRODUCTS if job.cublas and dtypes <= {"bfloat16"} else None)
+    return lowered.compile(CUBLAS_PRODUCTS if job.cublas and _leaves_to_cublas(dtypes) else None)
+
+
+def _leaves_to_cublas(dtypes: set[str]) -> bool:
+    """True where cuBLAS multiplies matrices of these dtypes best: bfloat16 alone, or some in float8.
+
+    XLA times dozens of Triton products for each one in float8, half a minute, and finds none that is faster. Int8
+    weights alone need Triton to be converted on the way.
+    """
+    return FLOAT8.dtype in dtypes or dtypes <= {"bfloat16"}
 
 
 def _identity(job: Job) -> Hashable:
@@ -313,8 +323,8 @@ def step_job(
     `sharded`: the `smcjax.engine.run.sharded_programs.ShardedPrograms` over several devices; None: one.
 
     On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
-    timing of single products does not see (dev/LOG.md). Int8 weights that XLA multiplies need Triton
-    to be converted on the way, products of a few rows are not faster without, and "xla" is XLA as it is by itself.
+    timing of single products does not see (dev/LOG.md). Products of a few rows are not faster without Triton, and "xla"
+    is XLA as it is by itself.
     """
     job = Job(function, (1,), (abstract(params), state, *others))
     if sharded is not None:

@@ -23,6 +23,7 @@ from smcjax.engine.run.programs import CUBLAS_PRODUCTS, Job, Programs, Wanted, c
 from smcjax.model.decoder import logits
 from smcjax.model.params import init_params
 from smcjax.model.quantize import quantize_params
+from smcjax.quantization import FLOAT8
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.helpers import Ask, batch
@@ -211,15 +212,16 @@ def test_programs_of_arrays_on_several_devices_keep_them_there(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_step_of_several_rows_leaves_bfloat16_products_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one whose int8 weights XLA multiplies; int8 that kernels multiply is none of XLA's business."""
+def test_a_step_of_several_rows_leaves_products_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of float8, but not one with int8 weights that XLA multiplies; what kernels multiply does not count."""
     asked: list[Any] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, options=None: asked.append(options))
     config = SHAPES["tiny-target"]
     program = smc.Program(smc.SMC(n_particles=8, gamma=2), config, config, max_model_len=32)
     one = init_params(config, jax.random.key(0), jnp.bfloat16)
     kept = quantize_params(one)
-    plain, whole, half = (smc.PairParams(*of) for of in ((one, one), (kept, one), (one, kept)))
+    eight = quantize_params(one, FLOAT8)
+    plain, whole, half, both = (smc.PairParams(*of) for of in ((one, one), (kept, one), (one, kept), (eight, kept)))
     prompts, requests = batch([Ask((1, 2, 3), 4)], config.vocab_size, 32)
     state = jax.eval_shape(lambda params: smc.init(program, params, prompts, requests), plain)
 
@@ -241,6 +243,7 @@ def test_a_step_of_several_rows_leaves_bfloat16_products_to_cublas(monkeypatch: 
     assert options(step, plain) == CUBLAS_PRODUCTS
     assert options(step, whole) is None
     assert options(step, half) is None
+    assert options(step, both) == CUBLAS_PRODUCTS
     assert options(of_target, half) == CUBLAS_PRODUCTS
     job = step_job(step, program, plain, state)  # on a CPU
     assert not job.cublas
