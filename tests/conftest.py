@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,10 @@ def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     programs.enable_compilation_cache()
 
 
+# Compiled programs of engines that live as long as the session: a file's own engine like one of them compiles nothing.
+lasting: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """A file's compiled programs go with it: each takes memory maps, and without them Linux stops a process.
@@ -97,13 +102,16 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     marked = {mark.name for mark in request.node.iter_markers()}
     leave_llvm_passes_out("llvm_passes" not in marked)
-    shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
+    at_once = "compiled_at_once" in marked
+    # Closed engines' too: the next one like them compiles nothing.
+    shared, programs._shared = programs._shared, {} if at_once else dict(lasting)
     with (
         contextlib.nullcontext() if "all_sizes" in marked else one_size(),
-        contextlib.nullcontext() if "compiled_at_once" in marked else lazily(),
+        contextlib.nullcontext() if at_once else lazily(),
     ):
         yield
     leave_llvm_passes_out(True)
+    lasting.update(programs._shared)
     programs._shared = shared
     jax.clear_caches()
     give_back()

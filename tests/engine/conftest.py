@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive
+from smcjax import LLM, SMC, AsyncLLM, Autoregressive, Rejection
 from tests.checkpoints import Pair, write_pair
 from tests.sizes import all_sizes, one_size
 
@@ -33,6 +34,20 @@ def smc_llm(pair: Pair, smc: dict[str, Any] | None = None, **changes: Any) -> LL
     return LLM(**llm_arguments(pair, **{"decoding": decoding, **changes}))
 
 
+def make_async(pair: Pair, **changes: Any) -> AsyncLLM:
+    """An `AsyncLLM` that is as `llm` below but for the changes."""
+    decoding = SMC(n_particles=4, gamma=3, trace=True, control=0)
+    return AsyncLLM(**llm_arguments(pair, decoding=decoding, **changes))
+
+
+@pytest.fixture(scope="module")
+def served(pair: Pair) -> Iterator[AsyncLLM]:
+    """An `AsyncLLM` that nobody closes before the file ends; event loops use it one after the other."""
+    served = make_async(pair)
+    yield served
+    asyncio.run(served.close())
+
+
 Make = Callable[[str, bool], LLM]
 
 
@@ -46,8 +61,10 @@ def _shared(pair: Pair) -> Iterator[Make]:
             with all_sizes() if all_of_them else one_size():
                 if name == "llm":
                     return stack.enter_context(smc_llm(pair))
-                changes = {"draft_model": None, "decoding": Autoregressive(), "max_num_seqs": 2}
-                return stack.enter_context(LLM(**llm_arguments(pair, **changes)))
+                changes: dict[str, Any] = {"draft_model": None, "decoding": Autoregressive()}
+                if name == "rejecting":
+                    changes = {"decoding": Rejection(gamma=3, n_candidates=2)}
+                return stack.enter_context(LLM(**llm_arguments(pair, max_num_seqs=2, **changes)))
 
         yield made
 
@@ -66,3 +83,9 @@ def llm(_shared: Make, request: pytest.FixtureRequest) -> LLM:
 def plain(_shared: Make, request: pytest.FixtureRequest) -> LLM:
     """The target alone, two requests at a time; the session's, of the sizes that the file has."""
     return _shared("plain", _sized(request))
+
+
+@pytest.fixture(scope="module")
+def rejecting(_shared: Make, request: pytest.FixtureRequest) -> LLM:
+    """K = 3, two candidates, two requests at a time; the session's, of the sizes that the file has."""
+    return _shared("rejecting", _sized(request))

@@ -138,55 +138,30 @@ def same_everywhere(llm: LLM) -> None:
             np.testing.assert_array_equal(first, other)
 
 
-DECODERS = {
-    "smc": (SMC(4, 3, control=0.3), 4),
-    "autoregressive": (Autoregressive(), 8),
+INT8 = {"quantization": "int8", "draft_quantization": "int8"}
+DECODERS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "smc": (SMC(4, 3, control=0.3), 4, {}),
+    "int8": (Rejection(gamma=3, n_candidates=2), 2, INT8),
 }
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_tokens_are_those_of_one_device(name: str, target: str, draft: str) -> None:
-    decoding, size = DECODERS[name]
-    assert answers(target, draft, decoding, size) == alone(target, draft, decoding)
-
-
-# With options of decoders, which each have a program of their own as well.
-VARIANTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "draft divided too": (SMC(4, 3, control=0.3), 2, {"draft_tensor_parallel_size": 2}),
-    "draft of the target": (SMC(3, 2, control=0), 4, {"draft_model": None, "draft_drop_layers": (1,)}),
-    "int8": (Rejection(gamma=3, n_candidates=2), 2, {"quantization": "int8", "draft_quantization": "int8"}),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_tokens_of_other_drafts_and_weights(name: str, target: str, deep: str, draft: str) -> None:
-    decoding, size, changes = VARIANTS[name]
-    options = {"draft_model": draft, **changes}
-    of_draft = options.pop("draft_model")
-    on_one = {key: value for key, value in options.items() if key != "draft_tensor_parallel_size"}
-    model = deep if "draft_drop_layers" in options else target
-    assert answers(model, of_draft, decoding, size, **options) == alone(model, of_draft, decoding, **on_one)
+    decoding, size, changes = DECODERS[name]
+    assert answers(target, draft, decoding, size, **changes) == alone(target, draft, decoding, **changes)
 
 
 BLOCKS = {"kernel_size": 4, "kernel_stride": 2, "block_size": 8, "num_blocks": 2, "init_blocks": 0, "local_blocks": 1}
 KIND = NSA(**BLOCKS, window=4, kv="shared")
-SPARSE: dict[str, tuple[Any, int, int]] = {  # decoder, devices, layers
-    "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", 4, schedule=(True, False))), 2, 2),
-    "tree": (Rejection(tree=(2,), sparse=SparseVerification("shared", group=2)), 4, 1),
-}
 
 
-@pytest.mark.parametrize("name", SPARSE)
-def test_tokens_of_sparse_targets(name: str, tmp_path: Path) -> None:
-    """Two devices have a key-value head each, four have one by pairs, whose query heads select together; a tree's draft
-    is sparse and divided as well."""
-    decoding, size, layers = SPARSE[name]
-    fields = {**TARGET_SHAPE, "num_layers": layers, "layers": (LayerSpec(KIND),)}
-    target = write_model(tmp_path / "target", 271, 1, **fields)
-    draft, changes = "ngram", {}
-    if decoding.tree is not None:
-        draft, changes = write_model(tmp_path / "draft", 271, 2, **fields), {"draft_tensor_parallel_size": size}
-    assert answers(target, draft, decoding, size, **changes) == alone(target, draft, decoding)
+def test_tokens_of_a_sparse_target(tmp_path: Path) -> None:
+    """Four devices have a key-value head by pairs, whose query heads select together, as have those of the draft."""
+    decoding = Rejection(tree=(2,), sparse=SparseVerification("shared", group=2))
+    fields = {**TARGET_SHAPE, "layers": (LayerSpec(KIND),)}
+    target, draft = (write_model(tmp_path / str(seed), 271, seed, **fields) for seed in (1, 2))
+    divided = {"draft_tensor_parallel_size": 4}
+    assert answers(target, draft, decoding, 4, **divided) == alone(target, draft, decoding)
 
 
 def test_an_eagle_head_reads_what_devices_hold_of_its_target() -> None:
@@ -275,8 +250,8 @@ def test_a_cycle_is_one_program_that_keeps_its_memory(pressed: LLM) -> None:
     assert not [word for word in HOST if word in program.as_text()], "no host stands between devices"
 
 
-def lowered_for_cuda(draft_divided: bool) -> Any:
-    """A cycle of SMC on two GPUs, lowered without one."""
+def lowered_for_cuda() -> Any:
+    """A cycle of SMC on two GPUs, which both draft, lowered without one."""
     parallel = devices_of_host(2)
     addresses = jax.ShapeDtypeStruct((2, 6), jnp.int32, sharding=parallel.sharding(Layout(0)))
 
@@ -291,25 +266,20 @@ def lowered_for_cuda(draft_divided: bool) -> Any:
         return jax.tree.map(piece, layouts(config, size, vocabulary), own)
 
     target, draft = pieces(seal.TARGET, 2, vocabulary=True), pieces(seal.DRAFT, 2, vocabulary=False)
-    if not draft_divided:
-        whole = folded_shapes(seal.DRAFT, jnp.bfloat16)
-        draft = jax.tree.map(functools.partial(piece, Layout()), whole)
-    of_draft = parallel.local(seal.DRAFT) if draft_divided else seal.DRAFT
-    smc = seal.PUBLISHED
-    decoder = loading.make_decoder(smc, parallel.local(seal.TARGET), of_draft, 1280, implementation="mosaic")
-    sharded = ShardedPrograms(parallel, seal.TARGET, seal.DRAFT if draft_divided else None)
+    local = parallel.local(seal.TARGET), parallel.local(seal.DRAFT)
+    decoder = loading.make_decoder(seal.PUBLISHED, *local, 1280, implementation="mosaic")
+    sharded = ShardedPrograms(parallel, seal.TARGET, seal.DRAFT)
     params = PairParams(target, draft, PeerMemory(addresses, 2))
     job = Runner(decoder, params, seal.PAGES, Programs(), sharded).jobs(1, decoder)[decoder, 1, "step"]
     return jax.jit(job.function, donate_argnums=job.donate).trace(*job.arguments).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("draft_divided", [False, True])
-def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices(draft_divided: bool) -> None:
-    """The draft by the persistent step, the very one of one device or one that sums; the target by those of its heads.
+def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices() -> None:
+    """The draft by the persistent step, one that sums; the target by the kernels of its heads.
 
     Devices speak by kernels alone: 2 sums a layer, that of the embedding's rows, and a gather of logits.
     """
-    module = lowered_for_cuda(draft_divided)
+    module = lowered_for_cuda()
     text = module.as_text()
     assert not re.search("all_reduce|all_gather|collective_permute|uses_xla_collective_metadata = true", text)
     assert not [word for word in HOST if word in text], "nor does a host stand between them"
@@ -317,8 +287,6 @@ def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices(draft_divided:
     assert len(re.findall(r"call @decode_step", text)) == 8
     found = {hashlib.sha256(text.encode()).hexdigest()[:16] for text in seal.kernels(module.compiler_ir())}
     stored = set(json.loads(seal.STORED.read_text())["smc, 1 request"])
-    if not draft_divided:
-        assert len(found & stored) >= 5, "the draft's"
     assert len(found - stored) >= 2, "attention and KV writes of half the heads"
 
 
@@ -347,7 +315,7 @@ class ByXLA(PeerMemory):
 def test_programs_have_peers_in_every_sum_and_gather(
     target: str, draft: str, monkeypatch: pytest.MonkeyPatch, patch_programs: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (decoding, _), size = DECODERS["autoregressive"], 2
+    decoding, size = Autoregressive(), 2
     want = alone(target, draft, decoding)
     given = []
 

@@ -29,6 +29,13 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    where, own = tmp_path_factory.mktemp("pair"), {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
+    target = write_model(where / "target", 271, 1, **TARGET_SHAPE)
+    return Pair(target, write_model(where / "draft", 264, 2, hidden_size=12, **own))
+
+
 def answered(pair: Pair, size: int, where: Path) -> tuple[list[RequestOutput], str]:
     """Answers to `ASKED`, and how the devices are named in a profile of the pair, which is left there."""
     fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4}
@@ -50,16 +57,11 @@ def answered(pair: Pair, size: int, where: Path) -> tuple[list[RequestOutput], s
         return outputs, whose.device
 
 
-def test_requests_that_ask_for_more(tmp_path: Path) -> None:
+def test_requests_that_ask_for_more(pair: Pair, tmp_path: Path) -> None:
     """Penalties, a form, truncation: the tokens of one device, and its log-probabilities but for rounding.
 
     A profile of one device is none of two, on which another decoder may be the faster one.
     """
-    own = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
-    pair = Pair(
-        write_model(tmp_path / "target", 271, 1, **TARGET_SHAPE),
-        write_model(tmp_path / "draft", 264, 2, hidden_size=12, **own),
-    )
     one, on_one = answered(pair, 1, tmp_path)
     two, on_two = answered(pair, 2, tmp_path)
     for mine, theirs in zip(two, one, strict=True):
@@ -75,11 +77,9 @@ def test_requests_that_ask_for_more(tmp_path: Path) -> None:
         LLM(pair.target, draft_model=pair.draft, decoding=Auto(profile=tmp_path / "p.json"), dtype="float32")
 
 
-def test_potentials_steer_two_devices(tmp_path: Path) -> None:
-    """Potentials of text and of tokens give one device's tokens and evidence; requests have their own."""
-    own = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
-    target = write_model(tmp_path / "target", 271, 1, **TARGET_SHAPE)
-    draft = write_model(tmp_path / "draft", 264, 2, hidden_size=12, **own)
+def test_potentials_steer_two_devices(pair: Pair) -> None:
+    """Potentials of text and of tokens give one device's tokens and evidence; requests have their own, and both devices
+    draft."""
     favour = TokenPotential(((98, 0.7),))
     longer, shorter = (
         TextPotential(lambda prompt, texts, sign=sign: [sign * 0.2 * len(text) for text in texts], ask=2)
@@ -91,8 +91,9 @@ def test_potentials_steer_two_devices(tmp_path: Path) -> None:
 
     def steered(size: int) -> list[RequestOutput]:
         fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4, "dtype": "float32"}
-        decoding = SMC(3, 2, ess_threshold=0.9)
-        with LLM(target, draft_model=draft, decoding=decoding, tensor_parallel_size=size, **fields) as llm:
+        fields |= {"decoding": SMC(3, 2, ess_threshold=0.9), "tensor_parallel_size": size}
+        fields |= {"draft_tensor_parallel_size": 2} if size > 1 else {}
+        with LLM(pair.target, draft_model=pair.draft, **fields) as llm:
             llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(16, 16)
             outputs = llm.generate(["a tale"] * 2, asks, use_tqdm=False)
             if size > 1:

@@ -1,18 +1,11 @@
-"""An `AsyncLLM` of the tests' pair, its readers, and waiting until they have come or gone."""
+"""Readers of an `AsyncLLM`, and waiting until they have come or gone."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from smcjax import SMC, AsyncLLM, RequestOutput, SamplingParams
-from tests.checkpoints import Pair
-from tests.engine.conftest import llm_arguments
-
-
-def make(pair: Pair, max_waiting: int | None = None) -> AsyncLLM:
-    decoding = SMC(n_particles=4, gamma=3, trace=True, control=0)
-    return AsyncLLM(**llm_arguments(pair, decoding=decoding, max_waiting=max_waiting))
+from smcjax import AsyncLLM, RequestOutput, SamplingParams
 
 
 def params(seed: int) -> SamplingParams:

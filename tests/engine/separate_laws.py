@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from smcjax import LLM, SMC, SamplingParams
 from smcjax.bench.cycle import Bench, Case, Rates
 from smcjax.bench.models import Models
 from smcjax.decoding import disaggregation
@@ -132,13 +132,6 @@ def test_a_cycle_is_one_program_with_one_word_between_devices(two: LLM) -> None:
     assert not pages & set(copied), "no pages are copied into a device's part or out of it"
     assert not [word for word in HOST if word in text]
     assert len(re.findall(r"= \S+ all-reduce\(", text)) == 1
-
-
-def test_another_decoder_on_the_same_devices(pair: tuple[str, str], two: LLM) -> None:
-    with LLM(share=two, decoding=Autoregressive(), **{**FIELDS, "dtype": "auto"}) as llm:
-        found = asked(llm)
-    with LLM(pair[0], decoding=Autoregressive(), **FIELDS) as alone:
-        assert asked(alone) == found
 
 
 def test_a_benchmark_counts_the_busier_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from smcjax import LLM, Rejection, RequestOutput, SamplingParams
-from tests.checkpoints import Pair
-from tests.engine.conftest import llm_arguments
+from smcjax import LLM, RequestOutput, SamplingParams
 from tests.engine.test_engine import drain
 from tests.engine.test_logprobs import dense, log_softmax
 
@@ -24,12 +21,6 @@ CHANGES: list[dict[str, Any]] = [
     {"repetition_penalty": 3.0},
     {"logit_bias": {100: 4.0, 101: -100}, "frequency_penalty": -0.5},
 ]
-
-
-@pytest.fixture(scope="module")
-def rejecting(pair: Pair) -> Iterator[LLM]:
-    with LLM(**llm_arguments(pair, decoding=Rejection(gamma=3))) as llm:
-        yield llm
 
 
 def adjusted(llm: LLM, output: RequestOutput, params: SamplingParams) -> np.ndarray:

@@ -14,13 +14,14 @@ import pytest
 from smcjax import LLM, AsyncLLM, SamplingParams, StreamChunk
 from smcjax.engine import async_llm
 from tests.checkpoints import Pair
-from tests.engine.readers import all_come, assert_all_free, make, params, read
+from tests.engine.conftest import make_async
+from tests.engine.readers import all_come, assert_all_free, params, read
 
 
 def test_event_loops_one_after_the_other(pair: Pair, llm: LLM) -> None:
     expected = [llm.generate("ab", params(seed), use_tqdm=False)[0].outputs for seed in range(3)]
     held = {id(array) for array in jax.live_arrays()}
-    served = make(pair)
+    served = make_async(pair)
     assert [asyncio.run(read(served, seed)).outputs for seed in range(3)] == expected
     asyncio.run(served.close())
     asyncio.run(served.close())
@@ -33,7 +34,7 @@ def test_event_loops_one_after_the_other(pair: Pair, llm: LLM) -> None:
 def test_a_loop_that_ends_with_requests_in_flight(pair: Pair) -> None:
     """They go with it, and another loop closes what it has left."""
     held = {id(array) for array in jax.live_arrays()}
-    served, left = make(pair), []
+    served, left = make_async(pair), []
 
     async def begin() -> None:
         left.append(served.generate("ab", SamplingParams(seed=1, max_tokens=40, ignore_eos=True)))
@@ -49,7 +50,7 @@ def test_a_loop_that_ends_with_requests_in_flight(pair: Pair) -> None:
 
 
 def test_two_event_loops_at_once(pair: Pair, llm: LLM) -> None:
-    served, outputs = make(pair), {}
+    served, outputs = make_async(pair), {}
 
     async def some(seeds: list[int]) -> None:
         outputs.update(zip(seeds, await asyncio.gather(*(read(served, seed) for seed in seeds)), strict=True))

@@ -42,16 +42,10 @@ def params(number: int, control: float | None = None) -> SamplingParams:
     return SamplingParams(seed=6 + number, temperature=temperature, ignore_eos=number % 3 > 0, control=control)
 
 
-def run(
-    llm: LLM,
-    numbers: list[int],
-    pages: int = 2 * PAGES,
-    controls: dict[int, float] | None = None,
-    together: list[int] | None = None,
-) -> Run:
+def run(llm: LLM, numbers: list[int], pages: int = 2 * PAGES, controls: dict[int, float] | None = None) -> Run:
     """Outputs, streamed tokens and text, in so many pages, where groups are believed to use few.
 
-    `controls` are requests' own, by their numbers; `together` gets the number of requests in flight, step by step.
+    `controls` are requests' own, by their numbers.
     """
     engine, outputs = llm.engine, {}
     engine.reset()
@@ -68,8 +62,6 @@ def run(
     while engine.busy:
         for output in engine.step():
             outputs[output.request_id] = output
-        if together is not None:
-            together.append(len(scheduler.groups))
         sound(engine, others)
     result = {}
     for number, request in requests.items():
@@ -173,24 +165,6 @@ def test_own_controls_in_any_mix(uncontrolled: LLM, own: Run) -> None:
         assert fingerprint(output) == fingerprint(own[number][0])
         assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text)
     assert sum(output.metrics.preemptions for output, *_ in done.values()) > 0
-
-
-def test_exact_and_smc_requests_share_a_batch(uncontrolled: LLM, own: Run) -> None:
-    """Requests under controls 1, 0.1 and 0 have together the tokens, weights and evidence that each has alone."""
-    controls = {2: 1.0, 3: 0.1, 4: 0.0}
-    alone = {number: run(uncontrolled, [number], controls=controls)[number][0] for number in controls}
-    together: list[int] = []
-    batch = run(uncontrolled, list(controls), controls=controls, together=together)
-    assert together[:3] == [3] * 3
-    for number, (output, *_) in batch.items():
-        assert fingerprint(output) == fingerprint(alone[number])
-        assert output.smc.control == controls[number]
-        np.testing.assert_allclose(output.smc.log_weights, alone[number].smc.log_weights, atol=1e-5)
-        np.testing.assert_allclose(output.smc.log_evidence, alone[number].smc.log_evidence, atol=1e-5)
-    assert fingerprint(alone[3]) == fingerprint(own[3][0])
-    assert fingerprint(alone[4]) == fingerprint(own[4][0]), "0 is what a request without a control of its own has"
-    under_another = run(uncontrolled, [2], controls={2: 0.1})[2][0]
-    assert fingerprint(under_another) != fingerprint(alone[2]), "control: another c gives other tokens"
 
 
 def test_who_refuses_a_control(plain: LLM, pair: Pair) -> None:

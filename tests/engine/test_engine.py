@@ -84,12 +84,9 @@ def alone(tight: LLM) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 1])
-def test_in_any_mix_as_alone(
-    tight: LLM, alone: list[tuple[Any, ...]], lag: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_any_mix_as_alone(tight: LLM, alone: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Added one by one while others run, in memory for two: waiting, in chunks, moved to batches of other sizes."""
-    monkeypatch.setattr(tight.engine, "_lag", lag)
+    monkeypatch.setattr(tight.engine, "_lag", 1)
     names: dict[str, int] = {}
     outputs: dict[str, RequestOutput] = {}
     for number in itertools.chain(range(12), reversed(range(12))):
@@ -195,10 +192,10 @@ def bytes_alive() -> int:
 
 
 @pytest.mark.slow
-def test_five_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]) -> None:
+def test_two_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]) -> None:
     tight.warm_up(use_tqdm=False)
     before, held = tight.metrics()["compilations"], bytes_alive()
-    run = settings(max_examples=53, stateful_step_count=100, deadline=None, print_blob=True)
+    run = settings(max_examples=22, stateful_step_count=100, deadline=None, print_blob=True)
     run_state_machine_as_test(machine(tight, alone), settings=run)
     tight.engine._lag = int(jax.default_backend() != "cpu")
     assert tight.metrics()["compilations"] == before

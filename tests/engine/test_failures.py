@@ -42,7 +42,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_nan_ends_its_own_request_alone(poisoned: str, pair: Pair, decoder: str, llm: LLM, plain: LLM) -> None:
     healthy = llm if decoder == "smc" else plain
-    decoding = SMC(4, 3, trace=True) if decoder == "smc" else Autoregressive()
+    decoding = SMC(4, 3, trace=True, control=0) if decoder == "smc" else Autoregressive()
     fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4 if decoder == "smc" else 2, "page_size": 4}
     good = {"prompt_token_ids": [70, 71, 72]}
     bad = {"prompt_token_ids": [70, POISON, 72]}
@@ -77,7 +77,8 @@ def test_a_stream_that_fails_ends_with_what_it_said(pair: Pair, plain: LLM, tmp_
     broken = dataclasses.replace(params, embed=params.embed.at[healthy[at]].set(np.nan))
     save_checkpoint(config, broken, tmp_path, dtype="float32")
     write_tokenizer(tmp_path)
-    with LLM(str(tmp_path), decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2) as sick:
+    fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "page_size": 4}
+    with LLM(str(tmp_path), decoding=Autoregressive(), **fields) as sick:
         chunks = list(sick.generate_stream(prompt, PARAMS))
     output = chunks[-1].output
     assert output is not None

@@ -8,7 +8,6 @@ import functools
 import gc
 import inspect
 import linecache
-import random
 import sys
 import threading
 import time
@@ -225,17 +224,8 @@ def test_a_second_one_at_any_line_of_the_clean_up(ready: LLM, lines: list[Line])
 
 
 @pytest.mark.slow
-def test_two_anywhere(ready: LLM, lines: list[Line]) -> None:
-    asked, rng = Asked(ready), random.Random(0)
-    for _ in range(150):
-        line, time, second = rng.choice(lines), rng.randint(1, 6), int(10 ** rng.uniform(0, 2.5))
-        struck(ready, line, time, second)
-        asked.after(line, time, second)
-
-
-@pytest.mark.slow
 def test_an_interrupted_construction_holds_nothing(pair: Pair) -> None:
-    """Wherever it strikes once the weights are there; even while the traceback, and all that it refers to, is kept."""
+    """At every second line once the weights are there; even while the traceback, and all that it refers to, is kept."""
     gc.collect()
     held = {id(array) for array in jax.live_arrays()}
 
@@ -260,7 +250,7 @@ def test_an_interrupted_construction_holds_nothing(pair: Pair) -> None:
     while caught := interrupted_at(place):
         left = [array.shape for array in jax.live_arrays() if id(array) not in held and array.nbytes > 64]
         assert left == [], (place, traceback.format_exception(caught[0]))
-        place += 1
+        place += 2
     assert place > 30
 
 

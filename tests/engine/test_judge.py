@@ -194,12 +194,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields", "words"), REFUSED)
-def test_what_does_not_go_together_is_refused(
-    kind: str, fields: dict[str, Any], words: str, request: pytest.FixtureRequest
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(words) + r".*\.$"):
-        Judge(request.getfixturevalue(kind)[0], **fields)
+def test_what_does_not_go_together_is_refused(language: Made, reward: Made) -> None:
+    for kind, fields, words in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(words) + r".*\.$"):
+            Judge({"language": language, "reward": reward}[kind][0], **fields)
 
 
 def test_labels_and_directories_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -219,7 +217,7 @@ def test_labels_and_directories_that_do_not_fit_are_refused(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def steered(pair: Pair) -> Iterator[LLM]:
-    with smc_llm(pair, {"n_particles": 4, "gamma": 2}, max_num_seqs=4, dtype="float32") as llm:
+    with smc_llm(pair, dtype="float32") as llm:
         yield llm
 
 
@@ -235,9 +233,8 @@ def test_a_judge_steers_a_request(steered: LLM, reward: Made) -> None:
 
     def weight(score: Any) -> tuple[list[int], float]:
         potential = TextPotential(score, ask=3, exponent=0.2)
-        output = steered.generate("ab", SamplingParams(seed=3, max_tokens=12, potentials=[potential]), use_tqdm=False)[
-            0
-        ]
+        params = SamplingParams(seed=3, max_tokens=12, potentials=[potential])
+        (output,) = steered.generate("ab", params, use_tqdm=False)
         assert output.error is None
         assert output.smc is not None
         return list(output.outputs[0].token_ids), output.smc.log_evidence
@@ -300,15 +297,14 @@ def test_what_is_too_long_ends_its_request(steered: LLM, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("float32")
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_head_on_the_targets_own_states_is_the_judge(family: str, pair: Pair, tmp_path: Path) -> None:
+def test_a_head_on_the_targets_own_states_is_the_judge(pair: Pair, tmp_path: Path) -> None:
     """Where a classifier's decoder is the target: its judge's value of all of a particle's answer but its newest token.
 
     An answer that ends by its end token is so valued whole, one that ends by its limit without its last token.
     """
-    config, weights = make_classifier(family, 3, vocab_size=SIZE)
+    config, weights = make_classifier("gemma3_text", 3, vocab_size=SIZE)
     judge = Judge(write_judge(tmp_path / "classifier", config, weights), label=1)
-    model = {**config, "architectures": make_config(family)["architectures"], "eos_token_id": EOS}
+    model = {**config, "architectures": make_config("gemma3_text")["architectures"], "eos_token_id": EOS}
     weights.pop("score.weight")
     letters = [*judge._tokenizer.encode(string.ascii_lowercase), EOS]  # nothing else is likely
     weights["lm_head.weight"] = np.zeros((SIZE, 32), np.float32)

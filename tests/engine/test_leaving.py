@@ -8,26 +8,18 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from smcjax import SMC, AsyncLLM, SamplingParams, StreamChunk
+from smcjax import AsyncLLM, Autoregressive, SamplingParams, StreamChunk
 from tests.checkpoints import Pair
 
 # Hundreds of cycles, of which the first is heard of at once.
-LONG = SamplingParams(seed=1, max_tokens=480, ignore_eos=True, trace=True)
+LONG = SamplingParams(seed=1, max_tokens=480, ignore_eos=True)
 SHORT = SamplingParams(seed=1, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def served(pair: Pair) -> Iterator[AsyncLLM]:
-    served = AsyncLLM(
-        pair.target,
-        draft_model=pair.draft,
-        decoding=SMC(n_particles=2, gamma=1),
-        max_model_len=512,
-        max_num_seqs=2,
-        page_size=16,
-    )
+    served = AsyncLLM(pair.target, decoding=Autoregressive(), max_model_len=512, max_num_seqs=2)
     served.llm.generate(["ab"] * 2, SHORT, use_tqdm=False)  # compiled from here on
-    served.llm.generate("ab", SHORT, use_tqdm=False)
     yield served
     asyncio.run(served.close())
 

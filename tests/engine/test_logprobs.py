@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, Rejection, RequestOutput, SamplingParams, StreamChunk
+from smcjax import LLM, RequestOutput, SamplingParams, StreamChunk
 from smcjax.engine.results.outputs import TokenLogprob
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model import logits
-from tests.checkpoints import Pair
-from tests.engine.conftest import MAX_MODEL_LEN, llm_arguments
+from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.test_engine import drain
 
 _logits = jax.jit(logits, static_argnums=0)
 PROMPTS: list[Any] = [{"prompt_token_ids": [97 + i % 7 for i in range(n)]} for n in (21, 3, 9)]
 PARAMS = SamplingParams(seed=3, max_tokens=14, temperature=0.7, logprobs=5, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def rejecting(pair: Pair) -> Iterator[LLM]:
-    with LLM(**llm_arguments(pair, decoding=Rejection(gamma=3, n_candidates=2), max_num_seqs=2)) as llm:
-        yield llm
 
 
 @pytest.fixture(params=["llm", "plain", "rejecting"])
@@ -102,20 +94,19 @@ def test_chunks_bring_their_tokens_scores(any_llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_impossible_is_no_alternative(plain: LLM, rejecting: LLM) -> None:
-    """Below the minimum stop tokens have no probability, and outside top_k nothing has; greedy laws are at 1."""
-    for one in (plain, rejecting):
-        asked = dataclasses.replace(PARAMS, top_k=3, logprobs=20)
-        greedy = dataclasses.replace(PARAMS, temperature=0, logprobs=2)
-        cut, certain = one.generate(PROMPTS[:2], [asked, greedy], use_tqdm=False)
-        assert {len(top) for top in cut.outputs[0].top_logprobs or []} == {3}
-        for top in cut.outputs[0].top_logprobs or []:
-            assert sum(np.exp(value) for _, value in top) == pytest.approx(1, abs=1e-5)
-        answer = certain.outputs[0]
-        assert answer.logprobs is not None
-        assert answer.top_logprobs is not None
-        assert [top[0].token_id for top in answer.top_logprobs] == answer.token_ids
-        assert farthest(laws(one, certain, 1.0), answer.token_ids, answer.logprobs, answer.top_logprobs, 2) < 1e-4
+def test_what_is_impossible_is_no_alternative(rejecting: LLM) -> None:
+    """Outside top_k nothing has a probability; greedy laws are at 1."""
+    asked = dataclasses.replace(PARAMS, top_k=3, logprobs=20)
+    greedy = dataclasses.replace(PARAMS, temperature=0, logprobs=2)
+    cut, certain = rejecting.generate(PROMPTS[:2], [asked, greedy], use_tqdm=False)
+    assert {len(top) for top in cut.outputs[0].top_logprobs or []} == {3}
+    for top in cut.outputs[0].top_logprobs or []:
+        assert sum(np.exp(value) for _, value in top) == pytest.approx(1, abs=1e-5)
+    answer = certain.outputs[0]
+    assert answer.logprobs is not None
+    assert answer.top_logprobs is not None
+    assert [top[0].token_id for top in answer.top_logprobs] == answer.token_ids
+    assert farthest(laws(rejecting, certain, 1.0), answer.token_ids, answer.logprobs, answer.top_logprobs, 2) < 1e-4
 
 
 def test_a_stop_string_cuts_the_scores_too(plain: LLM) -> None:
@@ -128,19 +119,20 @@ def test_a_stop_string_cuts_the_scores_too(plain: LLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llm", "plain"])
-def test_prompts_are_scored_whatever_is_cached(name: str, request: pytest.FixtureRequest) -> None:
+def test_prompts_are_scored_whatever_is_cached(plain: LLM) -> None:
     """In chunks of eight tokens, one prompt or several together; a request that asks takes nothing from the cache."""
-    any_llm: LLM = request.getfixturevalue(name)
-    engine, before = any_llm.engine, any_llm.engine.runner.chunks
+    engine, before, unasked = (
+        plain.engine,
+        plain.engine.runner.chunks,
+        SamplingParams(seed=3, max_tokens=4, ignore_eos=True),
+    )
     engine.reset()  # the cache too
     engine.runner.chunks = engine._scheduler.chunks = ChunkLengths(8, 8)
     try:
-        plain = SamplingParams(seed=3, max_tokens=4, ignore_eos=True)
-        asked = dataclasses.replace(plain, prompt_logprobs=4)
+        asked = dataclasses.replace(unasked, prompt_logprobs=4)
         for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[:1]):  # the last is in the cache
-            expected = [one.outputs for one in any_llm.generate(prompts, plain, use_tqdm=False)]
-            outputs = any_llm.generate(prompts, asked, use_tqdm=False)
+            expected = [one.outputs for one in plain.generate(prompts, unasked, use_tqdm=False)]
+            outputs = plain.generate(prompts, asked, use_tqdm=False)
             assert [output.outputs for output in outputs] == expected
             for output in outputs:
                 assert output.metrics.num_cached_tokens == 0
@@ -148,28 +140,18 @@ def test_prompts_are_scored_whatever_is_cached(name: str, request: pytest.Fixtur
                 assert output.prompt_logprobs is not None
                 assert output.prompt_top_logprobs is not None
                 assert (output.prompt_logprobs[0], output.prompt_top_logprobs[0]) == (None, None)
-                law = log_softmax(dense(any_llm, tokens)[:-1])
+                law = log_softmax(dense(plain, tokens)[:-1])
                 given = (tokens[1:], output.prompt_logprobs[1:], output.prompt_top_logprobs[1:], 4)
                 assert farthest(law, *given) < 1e-4
                 assert farthest(np.roll(law, 1, axis=0), *given) > 1e-2, "control"
-        assert any_llm.generate(PROMPTS[:1], plain, use_tqdm=False)[0].metrics.num_cached_tokens > 0, "control"
-        own = any_llm.generate(PROMPTS[0], dataclasses.replace(asked, prompt_logprobs=0), use_tqdm=False)[0]
+        assert plain.generate(PROMPTS[:1], unasked, use_tqdm=False)[0].metrics.num_cached_tokens > 0, "control"
+        own = plain.generate(PROMPTS[0], dataclasses.replace(asked, prompt_logprobs=0), use_tqdm=False)[0]
         assert own.prompt_top_logprobs is None
         assert len(own.prompt_logprobs or []) == 21
-        assert any_llm.metrics()["kv_pages_free"] == any_llm.metrics()["kv_pages_total"]
+        assert plain.metrics()["kv_pages_free"] == plain.metrics()["kv_pages_total"]
     finally:
         engine.reset()
         engine.runner.chunks = engine._scheduler.chunks = before
-
-
-def test_a_stream_brings_the_prompts_scores_once_with_its_first_chunk(plain: LLM) -> None:
-    asked = dataclasses.replace(PARAMS, prompt_logprobs=2)
-    chunks = list(plain.generate_stream(PROMPTS[0], asked))
-    output = chunks[-1].output
-    assert output is not None
-    assert chunks[0].prompt_logprobs == output.prompt_logprobs
-    assert chunks[0].prompt_top_logprobs == output.prompt_top_logprobs
-    assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
 
 
 @pytest.mark.slow
@@ -198,9 +180,9 @@ def test_in_any_company(plain: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_who_asks_for_nothing_runs_the_programs_as_they_were(plain: LLM, llm: LLM, rejecting: LLM) -> None:
+def test_who_asks_for_nothing_runs_the_programs_as_they_were(plain: LLM, llm: LLM) -> None:
     """Scores make programs of their own: without them no vocabulary is searched and nothing more comes back."""
-    for one in (plain, llm, rejecting):
+    for one in (plain, llm):
         runner = one.engine.runner
         program = runner.program
         assert not program.features

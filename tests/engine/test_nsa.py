@@ -39,10 +39,12 @@ def test_cached_prefixes_and_preemption_change_no_token(tmp_path: Path) -> None:
     page_size = 4  # half a block, and a compressed token's length
     target = write_model(tmp_path / "target", 272, 1, **OF_SPARSE)
     pair = Pair(target, write_model(tmp_path / "draft", 264, 2, **OF_SPARSE, hidden_size=12))
-    with smc_llm(pair, SMC, page_size=page_size, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        alone = [fingerprint(output) for output in in_short_chunks(llm).generate(PROMPTS, PARAMS, use_tqdm=False)]
     pages = 1 + Footprint(4, page_size, 1).worst_case(1, MAX_MODEL_LEN)  # for the largest request
-    with smc_llm(pair, SMC, page_size=page_size, num_pages=pages, admission="optimistic", max_num_seqs=6) as llm:
+    fields: dict[str, Any] = {"page_size": page_size, "num_pages": pages, "max_num_seqs": 6}
+    with smc_llm(pair, SMC, enable_prefix_caching=False, **fields) as llm:
+        each = zip(PROMPTS, PARAMS, strict=True)
+        alone = [fingerprint(in_short_chunks(llm).generate(*one, use_tqdm=False)[0]) for one in each]
+    with smc_llm(pair, SMC, admission="optimistic", **fields) as llm:
         outputs = in_short_chunks(llm).generate(PROMPTS, PARAMS, use_tqdm=False)
         assert [fingerprint(output) for output in outputs] == alone
         sound(llm.engine)
@@ -57,19 +59,18 @@ def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(tmp_pa
     target = write_model(tmp_path / "target", 272, 1, **OF_SPARSE)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
 
-    def logprobs(num_pages: int, caching: bool) -> np.ndarray:
-        """Programs for another number of pages are other ones, and compiled anew."""
+    def logprobs(caching: bool) -> np.ndarray:
         fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "page_size": 4, "max_num_seqs": 2}
-        fields |= {"num_pages": num_pages, "enable_prefix_caching": caching}
+        fields |= {"num_pages": 80, "enable_prefix_caching": caching}
         with LLM(target, decoding=Autoregressive(), **fields) as llm:
             outputs = in_short_chunks(llm).generate(PROMPTS, params, use_tqdm=False)
             assert (llm.metrics()["prefix_cache_hits"] > 0) == caching
         return np.array([output.outputs[0].logprobs for output in outputs])
 
-    strict = logprobs(80, caching=True)
+    strict = logprobs(caching=True)
     patch_programs(NSA, "home", lambda kind, starts: starts)
-    np.testing.assert_allclose(logprobs(81, caching=False), strict, atol=1e-5)
-    assert np.abs(logprobs(82, caching=True) - strict).max() > 1e-3
+    np.testing.assert_allclose(logprobs(caching=False), strict, atol=1e-5)
+    assert np.abs(logprobs(caching=True) - strict).max() > 1e-3
 
 
 @pytest.mark.parametrize("missing", ["target", "draft"])

@@ -92,7 +92,7 @@ def safe(engine: Engine, others: jax.Array) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=16)
 @given(
     pages=st.integers(WORST, 2 * WORST),
     numbers=st.lists(st.integers(0, COUNT - 1), min_size=2, max_size=7),
@@ -141,13 +141,12 @@ def test_no_allocation_fails_and_every_token_is_as_alone(
     assert not engine._preempted
 
 
-@pytest.mark.parametrize("lag", [0, 1])
 def test_the_young_give_way_and_come_back(
-    optimist: LLM, alone: list[tuple[Any, ...]], lag: int, monkeypatch: pytest.MonkeyPatch
+    optimist: LLM, alone: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests in memory for the largest: preempted in the middle of their streams, which their readers cannot tell."""
     engine, others = optimist.engine, lend(optimist, WORST)
-    monkeypatch.setattr(engine, "_lag", lag)
+    monkeypatch.setattr(engine, "_lag", 1)
     before = optimist.metrics()
     numbers = sorted(range(COUNT), key=worst)[-5:]
     names = []
@@ -226,28 +225,25 @@ def test_by_the_worst_case_nobody_is_preempted(pair: Pair, alone: list[tuple[Any
         assert cautious.metrics()["preemptions"] == 0
 
 
-def test_what_is_no_rule_of_admission_is_refused(pair: Pair) -> None:
-    with pytest.raises(ValueError, match=r"^admission must be 'worst_case' or 'optimistic', got 'bold'\.$"):
-        smc_llm(pair, admission="bold")
-
-
 # The bounds.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prompt_length", [4, 6, 7, 9])
-def test_what_a_first_cycle_needs_is_what_it_takes(pair: Pair, prompt_length: int) -> None:
+def test_what_a_first_cycle_needs_is_what_it_takes(optimist: LLM) -> None:
     """Rows that share everything and diverge: the bound is attained, so it is not to be had lower."""
-    smc = {"n_particles": ROWS, "gamma": WIDTH - 1, "ess_threshold": 0.0}
-    with smc_llm(pair, smc, max_num_seqs=1, num_pages=1 + PAGES) as llm:
-        request = llm.request({"prompt_token_ids": [97] * prompt_length}, SamplingParams(seed=0, ignore_eos=True))
-        llm.engine.add_request(request)
-        llm.engine.step()
-        footprint = Footprint(ROWS, PAGE_SIZE, WIDTH)
-        taken = PAGES - int(llm.engine.runner.state.memory.pool.num_free)
-        need = footprint.need(prompt_length, request.limit, 0)
-        assert taken - footprint.prompt(prompt_length) == need
-        assert footprint.ceiling(prompt_length, request.limit, 1) >= taken
+    engine, footprint = optimist.engine, Footprint(ROWS, PAGE_SIZE, WIDTH)
+    for length in (4, 6, 7, 9):
+        lend(optimist, PAGES)
+        params = SamplingParams(seed=3, ignore_eos=True)
+        request = optimist.request({"prompt_token_ids": [97] * length}, params)
+        engine.add_request(request)
+        while not any(group.started for group in engine._scheduler.groups):
+            engine.step()
+        taken = PAGES - int(engine.runner.state.memory.pool.num_free)
+        assert engine.runner.state.log_weight.any(), "nothing was resampled, so no row has lost its pages"
+        assert taken - footprint.prompt(length) == footprint.need(length, request.limit, 0)
+        assert footprint.ceiling(length, request.limit, 1) >= taken
+        engine.abort(request.request_id)
+        engine.step()
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(1, 17), st.integers(1, 9))
@@ -382,7 +378,7 @@ def play(seed: int, pages: int, lag: int, greed: float) -> int:
 LARGEST = Footprint(ROWS, PAGE_SIZE, WIDTH).worst_case(1, 45)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.integers(0, 10**9), st.integers(0, 2 * LARGEST), st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0]))
 def test_whatever_the_device_does(seed: int, more: int, lag: int, greed: float) -> None:
     play(seed, LARGEST + more, lag, greed)

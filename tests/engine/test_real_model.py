@@ -7,18 +7,16 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, Judge, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, Autoregressive, Judge, RequestOutput, SamplingParams
 from tests.gguf_files import DATA
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOLDEN = np.load(DATA / "goldens.npz")
 CHATS = json.loads((DATA / "tokens.json").read_text())["chats"]
-DROPPED = (3, 12)  # two of thirty layers: a draft whose tokens are accepted three times in four
 PROMPTS = [{"prompt_token_ids": GOLDEN[f"prompt{number}"].tolist()} for number in range(3)]
 GREEDY = [GOLDEN[f"greedy{number}"].tolist() for number in range(3)]
 
@@ -63,21 +61,3 @@ def test_a_stream_is_the_whole(llm: LLM) -> None:
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert [token for chunk in chunks for token in chunk.token_ids] == list(whole.token_ids)
     assert len(chunks) > 8
-
-
-def test_rejection_with_a_dropped_draft_is_greedy_at_temperature_0() -> None:
-    """The draft has the target's own arrays, and about three in four of the first drafts of each cycle are accepted.
-
-    Those are tried whatever became of the others. A draft that is the target's double would have all accepted.
-    """
-    sizes = {"max_num_seqs": 4, "max_model_len": 128}
-    with LLM("smollm2", draft_drop_layers=DROPPED, decoding=Rejection(gamma=2), **sizes) as llm:
-        models = llm.models
-        assert (models.target.num_layers, models.draft.num_layers) == (30, 28)
-        held = {id(leaf) for leaf in jax.tree.leaves(models.target_params)}
-        assert {id(leaf) for leaf in jax.tree.leaves(models.draft_params)} < held
-        outputs = llm.generate(PROMPTS, greedy(32, ignore_eos=True), use_tqdm=False)
-    assert tokens_of(outputs) == [tokens[:32] for tokens in GREEDY]
-    metrics = [output.metrics for output in outputs]
-    accepted = sum(metric.accepted_at[0] for metric in metrics)
-    assert 0.6 < accepted / sum(metric.cycles for metric in metrics) < 0.92

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, llm_arguments
 from tests.engine.test_engine import drain, prompt, sound
 from tests.helpers import Ask, tiny_pair
-from tests.sizes import all_sizes
 from tests.smc.reference import language_model
 
 GAMMA, PAGE_SIZE = 3, 4
@@ -37,10 +35,7 @@ def rejecting(pair: Pair, decoding: Rejection, **changes: Any) -> LLM:
 def llm(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Memory for about two of the largest requests, taken by whoever comes."""
     pages = 1 + 2 * Footprint.of(request.param, PAGE_SIZE).worst_case(1, MAX_MODEL_LEN)
-    sizes = {"max_num_seqs": 2} if request.param.tree else {}
-    with all_sizes() if sizes else contextlib.nullcontext():
-        llm = rejecting(pair, request.param, num_pages=pages, admission="optimistic", **sizes)
-    with llm:
+    with rejecting(pair, request.param, num_pages=pages, admission="optimistic") as llm:
         yield llm
 
 

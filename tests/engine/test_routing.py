@@ -21,7 +21,7 @@ from tests.engine.conftest import MAX_MODEL_LEN
 FIELDS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "page_size": 4}
 PROMPTS = ["ab", "hello", "c", "xyz"]
 KEPT = SamplingParams(max_tokens=8)
-LEFT = [{"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 2}, {"presence_penalty": 1.0}, {"logit_bias": {98: 5.0}}]
+LEFT = [{"temperature": 0.0}, {"top_p": 0.5}, {"logit_bias": {98: 5.0}}]
 
 
 def left(number: int, **changes: Any) -> SamplingParams:
@@ -66,19 +66,16 @@ def test_each_request_is_answered_by_who_can(told_none: LLM, by_name: dict[str, 
     assert told_none.metrics()["generated_tokens"] >= 4
 
 
-@pytest.mark.parametrize("number", range(0, len(LEFT), 2))
-def test_what_smc_leaves(told_none: LLM, by_name: dict[str, LLM], number: int) -> None:
+def test_what_smc_leaves(told_none: LLM, by_name: dict[str, LLM]) -> None:
     """Streamed as well; a decoder that was named refuses the same."""
-    params = left(number, seed=5)
+    params = left(2, seed=5)
     [output] = told_none.generate("ab", params, use_tqdm=False)
     assert output.decoding == "rejection"
     assert tokens([output]) == tokens(by_name["rejection"].generate("ab", params, use_tqdm=False))
     chunks = list(told_none.generate_stream("ab", params))
     assert chunks[-1].output is not None
     assert chunks[-1].output.outputs == output.outputs
-    with pytest.raises(
-        ValueError, match=r"^request 0: .*use decoding=Rejection\(\) or Autoregressive\(\)|temperature is"
-    ):
+    with pytest.raises(ValueError, match=r"^request 0: .*use decoding=Rejection\(\) or Autoregressive\(\)"):
         by_name["smc"].generate("ab", params)
 
 

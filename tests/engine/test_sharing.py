@@ -19,7 +19,7 @@ def test_decoders_share_weights(pair: Pair, plain: LLM) -> None:
     sampled = SamplingParams(seed=3, max_tokens=12)
     with smc_llm(pair) as llm:
         before = llm.generate("ab", sampled, use_tqdm=False)[0].outputs
-        for decoding in (Rejection(gamma=3), Autoregressive()):
+        for decoding in (Rejection(gamma=3, n_candidates=2), Autoregressive()):
             with LLM(share=llm, decoding=decoding, **FIELDS) as other:
                 theirs = {id(leaf) for leaf in jax.tree.leaves(llm.models.target_params)}
                 assert {id(leaf) for leaf in jax.tree.leaves(other.models.target_params)} == theirs

@@ -5,25 +5,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams
 from smcjax.engine.results.stopping import StopStrings
 from tests.checkpoints import Pair
-from tests.engine.conftest import llm_arguments, smc_llm
+from tests.engine.conftest import smc_llm
 
 NEVER = "never there"
-
-
-@pytest.fixture(scope="module")
-def rejecting(pair: Pair) -> Iterator[LLM]:
-    with LLM(**llm_arguments(pair, decoding=Rejection(gamma=3))) as llm:
-        yield llm
 
 
 def ask(number: int, **changes: Any) -> SamplingParams:
@@ -124,7 +117,7 @@ def any_row(rows: StopStrings, *_: Any) -> bool:
     return any(row.stopped for row in rows._rows)
 
 
-REQUESTS = 1200
+REQUESTS = 600
 FIELDS: dict[str, Any] = {"max_tokens": 16, "stop": list("aeiou"), "ignore_eos": True}
 
 
@@ -147,13 +140,13 @@ def plainly(pair: Pair) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrong", "requests"), [(False, REQUESTS), (True, REQUESTS // 2)])
-def test_the_law_of_the_answer(pair: Pair, plainly: dict[str, tuple[float, float]], wrong: bool, requests: int) -> None:
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_law_of_the_answer(pair: Pair, plainly: dict[str, tuple[float, float]], wrong: bool) -> None:
     """E[Ẑ·1(answer = x)] is the target's probability of x, here of the length of the text before the first stop.
 
     Against the target alone, run to the cap. The control ends when any row holds a stop string.
     """
-    params = [SamplingParams(seed=number, **FIELDS) for number in range(requests)]
+    params = [SamplingParams(seed=number, **FIELDS) for number in range(REQUESTS)]
     same = Pair(pair.target, pair.target)  # the draft differs by its temperature, so that no weight is extreme
     config = {"n_particles": 3, "gamma": 1, "trace": False, "draft_temperature": 1.25}
     with smc_llm(same, config, max_num_seqs=64) as llm, contextlib.ExitStack() as stack:
@@ -161,7 +154,7 @@ def test_the_law_of_the_answer(pair: Pair, plainly: dict[str, tuple[float, float
             advance = StopStrings.advance
             patch = mock.patch.object(StopStrings, "advance", lambda rows, *of: (advance(rows, *of), any_row(rows))[1])
             stack.enter_context(patch)
-        outputs = generate(llm, ["ab"] * requests, params)
+        outputs = generate(llm, ["ab"] * REQUESTS, params)
     assert np.mean([output.metrics.cycles for output in outputs]) < 7  # of 8
     weighted = shares(outputs, [math.exp(output.smc.log_evidence) for output in outputs if output.smc is not None])
     scores = {}

@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -61,9 +61,8 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module")
-def steered(pair: Pair) -> Iterator[LLM]:
-    with smc_llm(pair, {"n_particles": 4, "gamma": 2}, max_num_seqs=4) as llm:
-        yield llm
+def steered(llm: LLM) -> LLM:
+    return llm
 
 
 PROMPTS = ["ab" + "c" * number for number in range(4)]
@@ -82,16 +81,14 @@ def test_the_same_however_fast_the_host_is(steered: LLM) -> None:
     wanted = [(fingerprint(output), weights_of(output)) for output in alone]
     unsteered = [fingerprint(generate(steered, p, ask(i))[0]) for i, p in enumerate(PROMPTS)]
     assert [one for one, _ in wanted] != unsteered, "it steers at all"
-    for params in (quick, slow):
-        for lag in (0, 1):
-            with mock.patch.object(steered.engine, "_lag", lag):
-                outputs = generate(steered, PROMPTS, params)
-                assert [(fingerprint(output), weights_of(output)) for output in outputs] == wanted
-    for prompt, one, output in zip(PROMPTS, slow, alone, strict=True):
-        chunks = list(steered.generate_stream(prompt, one))
-        assert "".join(chunk.text for chunk in chunks) == output.outputs[0].text
-        assert chunks[-1].output is not None
-        assert fingerprint(chunks[-1].output) == fingerprint(output)
+    for params, lag in ((slow, 0), (slow, 1), (quick, 1)):
+        with mock.patch.object(steered.engine, "_lag", lag):
+            outputs = generate(steered, PROMPTS, params)
+            assert [(fingerprint(output), weights_of(output)) for output in outputs] == wanted
+    chunks = list(steered.generate_stream(PROMPTS[1], slow[1]))
+    assert "".join(chunk.text for chunk in chunks) == alone[1].outputs[0].text
+    assert chunks[-1].output is not None
+    assert fingerprint(chunks[-1].output) == wanted[1][0]
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -136,14 +133,6 @@ def test_a_wait_for_a_slow_function_does_not_spin() -> None:
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.slow
-def test_plain_requests_beside_it_are_as_without(steered: LLM) -> None:
-    plain = [ask(i, control=0.3) for i in range(3)]
-    wanted = [fingerprint(generate(steered, prompt, one)[0]) for prompt, one in zip(PROMPTS, plain, strict=False)]
-    outputs = generate(steered, PROMPTS, [*plain, ask(9, STEERED)])
-    assert [fingerprint(output) for output in outputs[:3]] == wanted
-
-
 def test_a_slow_function_keeps_nobody_else_waiting(steered: LLM) -> None:
     """Others end while it has not returned; an abort ends it at once."""
     release = threading.Event()
@@ -176,32 +165,30 @@ def test_a_slow_function_keeps_nobody_else_waiting(steered: LLM) -> None:
         release.set()
 
 
-FAILURES: dict[str, tuple[Any, str]] = {
-    "raises": (lambda prompt, texts: 1 / 0, "ZeroDivisionError: division by zero"),
-    "too few": (lambda prompt, texts: [0.0] * (len(texts) + 1), "values for"),
-    "no numbers": (lambda prompt, texts: "abc", "return a list of numbers"),
-    "nothing": (lambda prompt, texts: None, "it returned None; return a list of numbers"),
-    "NaN": (lambda prompt, texts: [math.nan] * len(texts), "it gave nan for"),
-    "+inf": (lambda prompt, texts: [math.inf] * len(texts), "it gave inf for"),
-}
+FAILURES: list[tuple[Any, str]] = [
+    (lambda prompt, texts: 1 / 0, "ZeroDivisionError: division by zero"),
+    (lambda prompt, texts: [0.0] * (len(texts) + 1), "values for"),
+    (lambda prompt, texts: "abc", "return a list of numbers"),
+    (lambda prompt, texts: None, "it returned None; return a list of numbers"),
+    (lambda prompt, texts: [math.nan] * len(texts), "it gave nan for"),
+    (lambda prompt, texts: [math.inf] * len(texts), "it gave inf for"),
+]
 
 
-@pytest.mark.parametrize("when", ["on the way", "at the end"])
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_failure_ends_its_request_alone_in_a_sentence(steered: LLM, failure: str, when: str) -> None:
-    function, words = FAILURES[failure]
-    broken = TextPotential(function, ask=2) if when == "on the way" else TextPotential(vowels, 2, function)
+def test_a_failure_ends_its_request_alone_in_a_sentence(steered: LLM) -> None:
+    """Of a function that values beginnings, and of one that values whole answers."""
     params = ask(0, STEERED, ignore_eos=True)
     alone = generate(steered, PROMPTS[0], params)[0]
-    good, bad = generate(steered, PROMPTS[:2], [params, ask(1, broken, ignore_eos=True)])
-    assert good.error is None
-    assert (fingerprint(good), weights_of(good)) == (fingerprint(alone), weights_of(alone))
-    assert bad.error is not None
-    assert bad.error.startswith("the potential ")
-    assert words in bad.error
-    assert bad.error.endswith(".")
-    assert bad.outputs[0].finish_reason == "error"
-    assert generate(steered, "ab", ask(0, STEERED))[0].error is None
+    for function, words in FAILURES:
+        broken = (TextPotential(function, ask=2), TextPotential(vowels, 2, function))
+        good, *bad = generate(
+            steered, PROMPTS[:3], [params, *(ask(1, potential, ignore_eos=True) for potential in broken)]
+        )
+        assert good.error is None
+        assert (fingerprint(good), weights_of(good)) == (fingerprint(alone), weights_of(alone))
+        for output in bad:
+            assert re.fullmatch(rf"the potential .*{re.escape(words)}.*\.", output.error)
+            assert output.outputs[0].finish_reason == "error"
 
 
 def test_answers_that_are_worth_nothing_are_not_given(steered: LLM) -> None:
@@ -234,7 +221,7 @@ class Recorder:
 def test_a_text_is_asked_once_with_its_prompt(steered: LLM) -> None:
     """Copies of a row ask for nothing again; what is asked are beginnings of answers, then whole ones."""
     on_the_way, whole = Recorder(), Recorder()
-    output = generate(steered, "abc", ask(4, TextPotential(on_the_way, ask=4, complete=whole), ignore_eos=True))[0]
+    output = generate(steered, "abc", ask(3, TextPotential(on_the_way, ask=4, complete=whole), ignore_eos=True))[0]
     assert output.smc is not None
     assert len(set(on_the_way.asked)) == len(on_the_way.asked) > 4
     assert {len(text) % 4 for _, text in on_the_way.asked} <= {0, 3}, "a token is a letter, or an EOS without text"
@@ -249,40 +236,37 @@ def test_a_regular_expression_says_where(steered: LLM) -> None:
     assert all(text[-1] in VOWELS for _, text in asked.asked)
 
 
-def test_preemption_asks_for_nothing_twice(pair: Pair) -> None:
+def test_preemption_asks_for_nothing_twice(steered: LLM) -> None:
     """And changes no token. Negative control: a follower that begins with no known values asks again."""
     asked = Recorder()
     params = [ask(i, TextPotential(asked, ask=2), max_tokens=20, ignore_eos=True) for i in range(3)]
-    with smc_llm(pair, {"n_particles": 4, "gamma": 2}, max_num_seqs=4, admission="optimistic") as llm:
-        wanted = [fingerprint(generate(llm, PROMPTS[i], one)[0]) for i, one in enumerate(params)]
-        begun: list[Steering] = []
+    wanted = [fingerprint(generate(steered, PROMPTS[i], one)[0]) for i, one in enumerate(params)]
+    begun: list[Steering] = []
 
-        def run(again: Any) -> int:
-            """How often a text is asked about at most, when one request is preempted and goes on by `again`."""
-            begun.clear()
-            asked.asked.clear()
-            with mock.patch.object(Steering, "again", lambda one: begun.append(one) or again(one)):
-                engine = llm.engine
-                requests = [llm.request(PROMPTS[i], one) for i, one in enumerate(params)]
-                outputs: list[RequestOutput] = []
-                with llm._turn:
-                    for request in requests:
-                        engine.add_request(request)
-                    for _ in range(5):
-                        outputs += engine.step()
-                    preempt = engine._scheduler._preempt
-                    now = Schedule(engine._scheduler._size, preempted=[preempt()])
-                    with mock.patch.object(engine._scheduler, "schedule", return_value=now):
-                        outputs += engine.step()
-                    while engine.busy:
-                        outputs += engine.step()
-            assert begun, "one began again"
-            by_id = {output.request_id: output for output in outputs}
-            assert [fingerprint(by_id[request.request_id]) for request in requests] == wanted
-            return max(collections.Counter(asked.asked).values())
+    def run(again: Any) -> int:
+        """How often a text is asked about at most, when one request is preempted and goes on by `again`."""
+        begun.clear()
+        asked.asked.clear()
+        with mock.patch.object(Steering, "again", lambda one: begun.append(one) or again(one)), steered._turn:
+            engine = steered.engine
+            requests = [steered.request(PROMPTS[i], one) for i, one in enumerate(params)]
+            outputs: list[RequestOutput] = []
+            for request in requests:
+                engine.add_request(request)
+            for _ in range(3):
+                outputs += engine.step()
+            now = Schedule(engine._scheduler._size, preempted=[engine._scheduler._preempt()])
+            with mock.patch.object(engine._scheduler, "schedule", return_value=now):
+                outputs += engine.step()
+            while engine.busy:
+                outputs += engine.step()
+        assert begun, "one began again"
+        by_id = {output.request_id: output for output in outputs}
+        assert [fingerprint(by_id[request.request_id]) for request in requests] == wanted
+        return max(collections.Counter(asked.asked).values())
 
-        assert run(Steering.again) == 1
-        assert run(lambda one: Steering(one._request, one._tokenizer, one._scorer)) == 2
+    assert run(Steering.again) == 1
+    assert run(lambda one: Steering(one._request, one._tokenizer, one._scorer)) == 2
 
 
 async def _coroutine(prompt: str, texts: list[str]) -> list[float]:
@@ -324,43 +308,33 @@ def test_potentials_of_tokens_are_a_requests_own(pair: Pair, steered: LLM) -> No
     assert fingerprint(beside) == plain
     assert fingerprint(own) != plain
     assert both.error is None
-    with smc_llm(pair, {"n_particles": 4, "gamma": 2, "potentials": (favour,)}) as llm:
+    with smc_llm(pair, {"potentials": (favour,)}, max_num_seqs=1) as llm:
         decoders = generate(llm, "ab", ask(3, ignore_eos=True))[0]
     assert fingerprint(own) == fingerprint(decoders)
     np.testing.assert_allclose(weights_of(own)[1], weights_of(decoders)[1], atol=1e-5)
 
 
-REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"potentials": [3]}, "potentials must be a list of TextPotentials or smcjax.smc.Potentials, got"),
-    ({"potentials": STEERED}, "potentials must be a list of"),
-    ({"potentials": [smc.ConstantPotential(1.0)] * 2}, "a potential on the device twice"),
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (TextPotential, {"score": 3}, "score must be a function"),
+    (
+        TextPotential,
+        {"score": vowels, "ask": 0},
+        "ask must be a number of tokens, a regular expression, or None, got",
+    ),
+    (TextPotential, {"score": vowels, "ask": "("}, "ask must be a regular expression, got"),
+    (TextPotential, {"score": vowels, "ask": "a*"}, "which matches where nothing is"),
+    (TextPotential, {"score": vowels, "exponent": -1.0}, "exponent must be a number from 0 to 1,000,000, got"),
+    (TextPotential, {"score": vowels, "complete": 3}, "complete must be a function"),
+    (SamplingParams, {"potentials": [3]}, "potentials must be a list of TextPotentials or smcjax.smc.Potentials, got"),
+    (SamplingParams, {"potentials": STEERED}, "potentials must be a list of"),
+    (SamplingParams, {"potentials": [smc.ConstantPotential(1.0)] * 2}, "a potential on the device twice"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "words"), REFUSALS, ids=["a number", "no list", "twice"])
-def test_what_is_no_potential_is_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SamplingParams(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"score": 3}, "score must be a function"),
-        ({"score": vowels, "ask": 0}, "ask must be a number of tokens, a regular expression, or None, got 0"),
-        ({"score": vowels, "ask": "("}, "ask must be a regular expression, got"),
-        ({"score": vowels, "ask": "a*"}, "which matches where nothing is"),
-        ({"score": vowels, "exponent": -1.0}, "exponent must be a number from 0 to 1,000,000, got"),
-        ({"score": vowels, "complete": 3}, "complete must be a function"),
-    ],
-    ids=["score", "ask 0", "no expression", "matches nothing", "exponent", "complete"],
-)
-def test_wrong_potentials_are_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words) + r".*\.$"):
-        TextPotential(**fields)
-
-
-def test_decoders_without_weights_refuse_them(plain: LLM, steered: LLM) -> None:
+def test_wrong_potentials_are_refused(plain: LLM, steered: LLM) -> None:
+    for kind, fields, words in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(words) + r".*\.$"):
+            kind(**fields)
     with pytest.raises(ValueError, match="potentials weigh a population, but decoding is autoregressive"):
         generate(plain, "ab", ask(1, STEERED))
     with pytest.raises(ValueError, match="stop strings cut answers behind which potentials of tokens have looked"):
@@ -369,7 +343,7 @@ def test_decoders_without_weights_refuse_them(plain: LLM, steered: LLM) -> None:
 
 # The law.
 
-REQUESTS = 800
+REQUESTS = 480
 FIELDS: dict[str, Any] = {"max_tokens": 7, "ignore_eos": False}
 FORM = "[b-df-z]*"  # of every other request: without two of the vowels that the potential values
 
@@ -434,4 +408,4 @@ def test_the_law_of_the_answer(pair: Pair) -> None:
             scores.append([abs(f[0] - w[0]) / math.hypot(f[1], w[1]) for f, w in zip(found, wanted, strict=True)])
     right, wrong = scores
     assert max(right) < 4, scores
-    assert min(max(wrong[:3]), max(wrong[3:])) > 8, scores
+    assert min(max(wrong[:3]), max(wrong[3:])) > 6, scores

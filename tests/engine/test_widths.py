@@ -19,7 +19,7 @@ from smcjax.model import ModelConfig, init_params, save_checkpoint
 pytestmark = pytest.mark.all_sizes
 
 CONFIG = ModelConfig(4096, 512, 1024, 2, 8, 2, 64, 1024)
-LENGTHS = (1, 5, 40, 130)  # prompts of one chunk and of several
+LENGTHS = (1, 40, 130)  # prompts of one chunk and of several
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(1, 4000, length).tolist()} for length in LENGTHS]
-    return prompts, [SamplingParams(max_tokens=24, seed=seed, logprobs=0) for seed in range(len(LENGTHS))]
+    return prompts, [SamplingParams(max_tokens=16, seed=seed, logprobs=0) for seed in range(len(LENGTHS))]
 
 
 def logprobs(output: RequestOutput) -> np.ndarray:
@@ -53,13 +53,13 @@ def test_alone_and_in_a_mix(models: tuple[Path, Path]) -> None:
     with LLM(
         target,
         draft_model=draft,
-        decoding=SMC(n_particles=4, gamma=4),
+        decoding=SMC(n_particles=2, gamma=2),
         max_model_len=256,
         max_num_seqs=2,
         dtype="bfloat16",
     ) as llm:
         alone = [llm.generate(prompt, one, use_tqdm=False)[0] for prompt, one in zip(prompts, params, strict=True)]
-        for count in (2, 4):
+        for count in (2, 3):
             mixed = llm.generate(prompts[:count], params[:count], use_tqdm=False)
             for one, other in zip(alone, mixed, strict=False):
                 assert one.outputs[0].token_ids == other.outputs[0].token_ids

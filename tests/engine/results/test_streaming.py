@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from smcjax import LLM, SMC, SamplingParams, StreamChunk
+from smcjax import LLM, SMC, SamplingParams
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.results import streaming
 from smcjax.engine.results.completion import completion_of, first_stop
@@ -71,29 +71,6 @@ def test_what_was_said_stays_said(
     assert [token for _, tokens in emitted for token in tokens] == output.token_ids
 
 
-@pytest.mark.parametrize("block", [1, 2, 5, 9])
-def test_tokens_wait_for_their_text_where_it_may_hold_a_stop_string(block: int) -> None:
-    """Byte tokens become text only as they end; one of them may be a stop string, which cuts what comes behind."""
-    ids = [BYTE_FALLBACK.vocab["▁a"], *(3 + byte for byte in "🎈🎈🎈🎈".encode())]
-    stream, asked = StablePrefixStream(request("🎈"), BYTE_FALLBACK), request("🎈")
-    emitted = [stream.begin(np.array(ids[:1]))]
-    for at in range(1, len(ids), block):
-        some = ids[at : at + block]
-        emitted.append(stream.advance(np.array([some]), np.array([at + len(some)]), np.array([0]), np.ones(1, bool)))
-    answer = completion_of(asked, ids, BYTE_FALLBACK)
-    emitted.append(stream.rest(answer.text, answer.token_ids))
-    assert "".join(text for text, _ in emitted) == answer.text
-    assert [token for _, tokens in emitted for token in tokens] == answer.token_ids
-    assert len(answer.token_ids) < len(ids)
-
-
-def test_rows_without_weight_have_no_say() -> None:
-    stream = StablePrefixStream(request(), BYTES)
-    stream.begin(np.array([*b"aa"]))
-    emitted = stream.advance(np.array([[98], [99]]), np.array([2, 2]), np.array([0, 1]), np.array([True, False]))
-    assert emitted == ("b", [98])
-
-
 @pytest.mark.parametrize("resampled", [False, True])
 def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool) -> None:
     """The weights that a cycle reports are those from before its resampling, which gives every row the same again."""
@@ -112,24 +89,6 @@ def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool
     running = Running(Group(request(), 0), decoder, stream, None, Times(0.0, 0.0))
     chunk = running.news("cycle", cycle)
     assert (chunk.text if chunk else "") == ("" if resampled else "b")
-
-
-def stream(llm: LLM, prompt: object, params: SamplingParams) -> list[StreamChunk]:
-    return list(llm.generate_stream(prompt, params))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [None, "a", ["k", "qq"]])
-def test_chunks_make_up_the_answer(llm: LLM, plain: LLM, stop: object) -> None:
-    for engine in (llm, plain):
-        for seed in range(4):
-            params = SamplingParams(seed=seed, max_tokens=25, stop=stop, ignore_eos=seed % 2 == 0)
-            answer = engine.generate("ab", params, use_tqdm=False)[0].outputs[0]
-            chunks = stream(engine, "ab", params)
-            assert "".join(chunk.text for chunk in chunks) == answer.text
-            assert [token for chunk in chunks for token in chunk.token_ids] == answer.token_ids
-            assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert len(stream(plain, "ab", SamplingParams(seed=1, max_tokens=9, ignore_eos=True))) > 5
 
 
 def test_who_stops_reading_aborts(llm: LLM) -> None:
@@ -225,25 +184,3 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(llm: LLM, monke
     metrics = llm.metrics()
     assert metrics["num_running"] == metrics["num_waiting"] == 0
     assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
-
-
-PIECES = ["a", "c", "€", "é", "🎈", b"\xff", b"\x80", b"\xe2"]
-
-
-@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12), st.sampled_from([1, 2, 5]))
-def test_byte_tokens_are_said_when_nothing_can_change_them(pieces: list[str | bytes], step: int) -> None:
-    """An invalid byte behind a character turns both into replacements: neither may have been emitted."""
-    word = BYTE_FALLBACK.vocab["▁a"]
-    ids = [word]
-    for piece in pieces:
-        if piece in ("a", "c"):
-            ids.append(word if piece == "a" else BYTE_FALLBACK.vocab["c"])
-        else:
-            ids += [3 + byte for byte in (piece.encode() if isinstance(piece, str) else piece)]
-    ids.append(word)
-    text = StablePrefixStream(request(), BYTE_FALLBACK)
-    emitted = [text.begin(np.array(ids[:1]))[0]]
-    for at in range(1, len(ids), step):
-        block = ids[at : at + step]
-        emitted.append(text.advance(np.array([block]), np.array([at + len(block)]), np.array([0]), np.ones(1, bool))[0])
-    assert "".join(emitted) == BYTE_FALLBACK.decode(ids), "the last token is a word, so all of it is stream"

@@ -5,33 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import random
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from smcjax import AsyncLLM, RequestOutput, SamplingParams
+from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.engine.async_llm import ChunkStream
 from smcjax.engine.run.background import Abandoned, BackgroundCompiler
 from smcjax.engine.run.features import MAX_SETS, WORDS, ProgramVariants
 from smcjax.engine.run.runner import Runner
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
-from tests.engine.readers import make
+from tests.engine.conftest import make_async
 
 PLAIN = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
-ASKS = {
-    "plain": {},
-    "scores": {"logprobs": 2},
-    "forms": {"response_format": {"type": "regex", "regex": "[a-d]{1,40}"}},
-    "controls": {"control": 0.2},
-    "prompts": {"prompt_logprobs": 1},
-    "both": {"logprobs": 1, "control": 0.1},
-}
 
 
 async def read(stream: ChunkStream) -> RequestOutput:
@@ -50,11 +40,10 @@ def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
     assert (output.prompt_logprobs or [None])[1:] == pytest.approx((expected.prompt_logprobs or [None])[1:])
 
 
-@pytest.fixture(scope="module")
-def alone(pair: Pair) -> Iterator[Callable[[SamplingParams], RequestOutput]]:
+@pytest.fixture
+def alone(llm: LLM) -> Callable[[SamplingParams], RequestOutput]:
     """Answers to "ab", each by an engine that has nothing else to do and compiles what it needs at once."""
-    with smc_llm(pair) as llm:
-        yield lambda params: llm.generate("ab", params, use_tqdm=False)[0]
+    return lambda params: llm.generate("ab", params, use_tqdm=False)[0]
 
 
 class Held:
@@ -83,7 +72,7 @@ def test_plain_requests_go_on_while_programs_for_another_compile(
     held = Held(monkeypatch)
 
     async def session() -> None:
-        async with make(pair) as served:
+        async with make_async(pair) as served:
             await read(served.generate("ab", PLAIN))
             asking = served.generate("ab", dataclasses.replace(PLAIN, logprobs=2))
             running = served.generate("ab", dataclasses.replace(PLAIN, max_tokens=40))
@@ -114,7 +103,7 @@ def test_who_waits_for_programs_may_leave(pair: Pair, monkeypatch: pytest.Monkey
     held = Held(monkeypatch)
 
     async def session() -> None:
-        async with make(pair) as served:
+        async with make_async(pair) as served:
             await read(served.generate("ab", PLAIN))
             asking = served.generate("ab", dataclasses.replace(PLAIN, logprobs=2), request_id="x")
             waits = asyncio.create_task(read(asking))
@@ -140,7 +129,7 @@ def test_programs_that_do_not_fit_end_who_asked_for_them_alone(pair: Pair, monke
     held.go.set()
 
     async def session() -> tuple[RequestOutput, RequestOutput]:
-        async with make(pair) as served:
+        async with make_async(pair) as served:
             running = served.generate("ab", dataclasses.replace(PLAIN, max_tokens=40))
             await anext(running)
             asking = served.generate("ab", dataclasses.replace(PLAIN, logprobs=1))
@@ -156,7 +145,7 @@ def test_what_breaks_a_compilation_reaches_readers(pair: Pair, monkeypatch: pyte
     held.go.set()
 
     async def session() -> None:
-        async with make(pair) as served:
+        async with make_async(pair) as served:
             with pytest.raises(TypeError, match="broken"):
                 await read(served.generate("ab", dataclasses.replace(PLAIN, logprobs=1)))
             assert (await read(served.generate("ab", PLAIN))).outputs[0].token_ids
@@ -164,37 +153,12 @@ def test_what_breaks_a_compilation_reaches_readers(pair: Pair, monkeypatch: pyte
     asyncio.run(session())
 
 
-@pytest.mark.slow
-def test_in_any_mix_as_alone(pair: Pair, alone: Callable[[SamplingParams], RequestOutput]) -> None:
-    """Requests with and without features at random times, from the first one on, for which nothing is compiled yet."""
-    rng = random.Random(0)
-    asked = [
-        SamplingParams(**{"seed": number, "max_tokens": rng.randint(4, 20), **ASKS[name]})
-        for number, name in enumerate(rng.choices(list(ASKS), k=14))
-    ]
-
-    async def session() -> list[RequestOutput]:
-        async with make(pair) as served:
-
-            async def later(params: SamplingParams) -> RequestOutput:
-                await asyncio.sleep(rng.uniform(0, 3))
-                return await read(served.generate("ab", params))
-
-            outputs = await asyncio.gather(*map(later, asked))
-            metrics = await served.metrics()
-            assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
-            return outputs
-
-    for params, output in zip(asked, asyncio.run(session()), strict=True):
-        assert_same(output, alone(params))
-
-
 def test_automata_are_followed_anew_behind_programs_that_know_of_none(pair: Pair) -> None:
     """A form's request whose batch ran, for a while, a program without automata cannot be: its walk begins anew."""
     form = SamplingParams(seed=2, max_tokens=20, response_format={"type": "regex", "regex": "[ab]{12}"})
 
     async def session() -> None:
-        async with make(pair) as served:
+        async with make_async(pair) as served:
             for _ in range(2):
                 outputs = await asyncio.gather(
                     *(read(served.generate("ab", dataclasses.replace(PLAIN, seed=seed))) for seed in range(2)),
@@ -305,7 +269,7 @@ def test_an_async_engine_has_what_it_was_given_at_the_start(pair: Pair) -> None:
     """Nothing is compiled for plain requests behind `compile_at_start`, whatever the sizes."""
 
     async def session() -> None:
-        async with AsyncLLM(pair.target, draft_model=pair.draft, max_model_len=48, compile_at_start=True) as served:
+        async with make_async(pair, compile_at_start=True) as served:
             before = (await served.metrics())["compilations"]
             await asyncio.gather(*(read(served.generate("ab", PLAIN)) for _ in range(5)))
             assert (await served.metrics())["compilations"] == before

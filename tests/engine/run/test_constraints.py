@@ -7,21 +7,18 @@ import importlib.util
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, Rejection, SamplingParams
+from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.run.constraints import AutomatonPlaces
 from smcjax.engine.schedule.scheduler import Schedule
 from smcjax.structured import automaton
 from smcjax.structured.automaton import Automaton
-from tests.checkpoints import Pair
-from tests.engine.conftest import llm_arguments
 from tests.engine.test_engine import drain
 
 PROMPT: dict[str, Any] = {"prompt_token_ids": [97, 98, 97, 99]}
@@ -61,12 +58,6 @@ def has_form(form: dict[str, Any] | None, text: str) -> bool:
         return isinstance(value, dict)
     known = {"a": int, "b": str, "c": list}
     return {"a", "b"} <= set(value) <= set(known) and all(isinstance(x, known[name]) for name, x in value.items())
-
-
-@pytest.fixture(scope="module")
-def rejecting(pair: Pair) -> Iterator[LLM]:
-    with LLM(**llm_arguments(pair, decoding=Rejection(gamma=2, n_candidates=2))) as llm:
-        yield llm
 
 
 @pytest.mark.parametrize("name", ["llm", "rejecting", "plain"])
@@ -152,10 +143,8 @@ def is_sum(text: str, depth: int) -> bool:
     return max(levels) <= depth and "11" not in written and all(isinstance(node, known) for node in ast.walk(tree))
 
 
-@pytest.mark.parametrize("name", ["llm", "rejecting", "plain"])
-def test_answers_by_a_grammar(name: str, request: pytest.FixtureRequest) -> None:
+def test_answers_by_a_grammar(llm: LLM) -> None:
     """Brackets close by the cap, and no deeper than asked; letters, since the model is one of letters."""
-    llm: LLM = request.getfixturevalue(name)
     grammar = 'start: "a" sum "x" sum "b"\nsum: (sum "x")? part\npart: "c" | "a" sum "b"'
     form = {"type": "grammar", "grammar": grammar, "max_depth": 1}
     asked = [SamplingParams(max_tokens=12, seed=seed, response_format=form) for seed in range(20)]

@@ -11,14 +11,13 @@ import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoders import Decoding
 from smcjax.engine.load import loading
 from smcjax.engine.run import memory, programs
 from smcjax.engine.run.memory import buckets, choose_num_pages, device_memory, memory_needed, weight_bytes
 from smcjax.engine.run.runner import Runner
 from smcjax.engine.schedule.page_budget import Footprint
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
+from tests.engine.conftest import llm_arguments, smc_llm
 
 pytestmark = pytest.mark.compiled_at_once
 
@@ -52,13 +51,6 @@ def test_worst_case_by_hand() -> None:
     # Eight candidates of four drafts, which agree between cycles: in one each touches two pages of 16 at most.
     assert Footprint.of(Rejection(4, n_candidates=8), 16).worst_case(1000, 2048) == 128 + 8 * 2
     assert Footprint.of(SMC(n_particles=8, gamma=4, control=0), 16).worst_case(1000, 2048) == 62 + 8 * 66
-
-
-def test_the_worst_case_of_one_token_is_the_worst() -> None:
-    for page_size in (1, 4, 16):
-        worst = [Footprint(4, page_size, 1).worst_case(prompt, 48) for prompt in range(1, 48)]
-        assert max(worst) == worst[0]
-        assert worst == sorted(worst, reverse=True)
 
 
 def test_buckets() -> None:
@@ -140,33 +132,33 @@ def test_an_llm_on_a_gpu_takes_its_share(pair: Pair, monkeypatch: pytest.MonkeyP
         smc_llm(pair, gpu_memory_utilization=0.2)
 
 
+def alone(pair: Pair, **changes: Any) -> LLM:
+    """The target alone, one request at a time."""
+    return LLM(**llm_arguments(pair, draft_model=None, decoding=Autoregressive(), max_num_seqs=1, **changes))
+
+
 @pytest.mark.slow
 def test_too_few_pages_for_one_request(pair: Pair) -> None:
-    with smc_llm(pair, num_pages=9, max_num_seqs=1) as small:
-        with pytest.raises(ValueError, match=r"^request 1: it may need 12 KV pages and there are 8; raise num_pages"):
+    with alone(pair, num_pages=3) as small:
+        with pytest.raises(ValueError, match=r"^request 1: it may need 3 KV pages and there are 2; raise num_pages"):
             small.generate(["a", "ab"], [SamplingParams(max_tokens=7), SamplingParams(max_tokens=8)], use_tqdm=False)
         outputs = small.generate(["a"] * 3, SamplingParams(max_tokens=7, ignore_eos=True), use_tqdm=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [7, 7, 7]
-        assert small.metrics()["kv_pages_free"] == 8
+        assert small.metrics()["kv_pages_free"] == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("decoding", "sizes"),
-    [
-        (SMC(n_particles=2, gamma=2), "max_num_seqs, n_particles, gamma or max_model_len"),
-        (Autoregressive(), "max_num_seqs or max_model_len"),
-    ],
-)
 def test_programs_that_exceed_the_device_are_refused_before_they_run(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, decoding: Decoding, sizes: str
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sentence names only arguments that the decoder has."""
-    draft = pair.draft if decoding.drafts else None
-    with LLM(pair.target, draft_model=draft, decoding=decoding, max_model_len=48, max_num_seqs=1) as llm:
+    with smc_llm(pair) as llm:
+        assert llm.engine.runner.programs.sizes == "max_num_seqs, n_particles, gamma or max_model_len"
+    said = r"needs .* GiB and the device has .*; lower max_num_seqs or max_model_len, or num_pages "
+    with alone(pair) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(programs, "device_memory", lambda: 1000)
-            with pytest.raises(ValueError, match=rf"needs .* GiB and the device has .*; lower {sizes}, or num_pages "):
+            with pytest.raises(ValueError, match=said):
                 llm.generate("ab", use_tqdm=False)
         assert llm.metrics()["compilations"] == 0
         assert llm.engine.runner.programs.scratch_bytes == 0

@@ -13,11 +13,14 @@ import pytest
 from smcjax import LLM
 from smcjax.engine.run.settings import PROMOTION, own_settings
 from smcjax.numerics import key_from, key_of, words_of
+from tests.checkpoints import Pair
 
 SCRIPT = """
+import sys
 from smcjax import LLM, SMC, SamplingParams
 params = SamplingParams(max_tokens=8, seed=1, temperature=0.8)
-with LLM(decoding=SMC(n_particles=2, gamma=3), max_model_len=128, max_num_seqs=1) as llm:
+fields = {"decoding": SMC(n_particles=2, gamma=3), "max_model_len": 48, "max_num_seqs": 1}
+with LLM(sys.argv[1], draft_model=sys.argv[2], **fields) as llm:
     prompts = ["Tom has 3 apples.", "Anna has 5 pens. How many"]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     streamed = [token for chunk in llm.generate_stream(prompts[1], params) for token in chunk.token_ids]
@@ -26,47 +29,35 @@ with LLM(decoding=SMC(n_particles=2, gamma=3), max_model_len=128, max_num_seqs=1
 """
 
 
-def run(**settings: str) -> str:
+def run(pair: Pair, **settings: str) -> str:
     """Runs the script with these environment variables, all warnings being errors, and returns its stdout."""
-    command = [sys.executable, "-W", "error", "-c", SCRIPT]
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, pair.target, pair.draft]
     environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **settings}  # each compiles for itself
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
     return ended.stdout
 
 
-@pytest.fixture(scope="module")
-def expected() -> str:
-    return run()
+SETTINGS = {
+    "JAX_TRANSFER_GUARD": "disallow",
+    "JAX_THREEFRY_PARTITIONABLE": "0",
+    "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16",
+    "JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg",
+    "JAX_LEGACY_PRNG_KEY": "error",
+    "JAX_ENABLE_X64": "1",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_DEBUG_NANS": "1",
+    "JAX_DEBUG_INFS": "1",
+    "JAX_DEBUG_KEY_REUSE": "1",
+    "JAX_ENABLE_CHECKS": "1",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {
-            "JAX_TRANSFER_GUARD": "disallow",
-            "JAX_THREEFRY_PARTITIONABLE": "0",
-            "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16",
-            "JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg",
-            "JAX_LEGACY_PRNG_KEY": "error",
-            "JAX_ENABLE_X64": "1",
-            "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-            "JAX_NUMPY_RANK_PROMOTION": "raise",
-        },
-        {
-            "JAX_DEFAULT_PRNG_IMPL": "rbg",
-            "JAX_DEBUG_NANS": "1",
-            "JAX_DEBUG_INFS": "1",
-            "JAX_DEBUG_KEY_REUSE": "1",
-            "JAX_ENABLE_CHECKS": "1",
-        },
-    ],
-    ids=["other numbers and types", "debugging"],
-)
-def test_settings_change_nothing(settings: dict[str, str], expected: str) -> None:
-    """Several at once: none of them takes back what another does, and each process compiles for itself."""
-    assert run(**settings) == expected
+def test_settings_change_nothing(pair: Pair) -> None:
+    """All at once: none of them takes back what another does, and each process compiles for itself."""
+    assert run(pair, **SETTINGS) == run(pair)
 
 
 def test_settings_that_cannot_be_honoured_are_refused_before_any_work() -> None:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smcjax import SamplingParams
+from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.engine.run.runner import Runner
 from smcjax.engine.schedule.clock import SHORT, Clock
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
+from tests.engine.conftest import llm_arguments
 
 pytestmark = pytest.mark.compiled_at_once
 
@@ -49,7 +49,7 @@ def test_a_request_does_not_queue_while_programs_compile(pair: Pair, monkeypatch
         time.sleep(0.4)
         compile_all(runner, *args)
 
-    with smc_llm(pair, max_num_seqs=1) as llm:
+    with LLM(**llm_arguments(pair, draft_model=None, decoding=Autoregressive(), max_num_seqs=1)) as llm:
         monkeypatch.setattr(Runner, "compile", slowly)
         names = []
         for earlier in (0.0, 5.0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections import defaultdict
 
 import hypothesis.strategies as st
 import pytest
@@ -130,27 +129,3 @@ def test_no_request_starves_behind_ones_that_come_later(monkeypatch: pytest.Monk
     monkeypatch.setattr(Rounds, "add", into_the_round_that_has_begun)
     with pytest.raises(AssertionError, match="the large call starves"):
         admissions_of_a_large_call(24)
-
-
-def test_calls_of_one_request_are_served_as_they_come() -> None:
-    rounds = Rounds()
-    for number in range(9):
-        rounds.add(request(number, f"call {number}"))
-        if number % 3 == 0:
-            rounds.admit(next(iter(rounds)))
-    assert [one.request_id for one in rounds] == ["3", "4", "5", "6", "7", "8"]
-    assert rounds._latest.keys() == {one.call for one in rounds}, "nothing is kept of calls that do not wait"
-
-
-def test_who_is_put_back_counts_for_no_round() -> None:
-    rounds = Rounds()
-    one = request(0, "a")
-    rounds.add(one)
-    rounds.admit(one)
-    rounds.put_back(one)
-    rounds.add(request(1, "a"))
-    rounds.add(request(2, "b"))
-    order = defaultdict(list)
-    for waiting in rounds:
-        order[waiting.call].append(waiting.request_id)
-    assert (next(iter(rounds)), order) == (one, {"a": ["0", "1"], "b": ["2"]})
