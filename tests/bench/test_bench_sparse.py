@@ -6,7 +6,6 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import bench_sparse as bench
 import bench_sparse_quality as quality
@@ -95,18 +94,6 @@ def test_rows() -> None:
     assert [line.decoding.speculation.sparse for line in alone] == [SparseVerification("merged", 9)]
 
 
-def test_rows_that_are_asked_for() -> None:
-    """Names with replayed sets count; control: without `--without` there is the row by XLA."""
-    words = ["cycles", "--tiny", "--drafts", "lookup", "--replay-overlap", ".75", "--only", "sparse, target alone"]
-    words += ["calibrated, free drafts, sets"]
-    names = [line.name for line in bench.lines_asked(bench.arguments([*words, "--without", "by XLA"]), 32)]
-    assert names == [
-        "sparse, target alone",
-        "sparse, merged, layers select as calibrated, free drafts, sets 0.75 alike",
-    ]
-    assert len(bench.lines_asked(bench.arguments(words), 32)) == 3
-
-
 def updates(contexts: np.ndarray) -> list[int]:
     """Compressed tokens that are complete in each of 16 cycles of nine positions, of requests that gain one a cycle."""
     found = []
@@ -186,19 +173,6 @@ def test_replayed_sets_are_counted_without_a_program() -> None:
     replayed.runner.discard()
 
 
-def test_windows_are_whole_periods(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.arguments(["cycles", "--cycles", "12"])
-    assert "--cycles must be a multiple of 16" in capsys.readouterr().err
-
-
-def test_heads_are_of_the_targets_sizes() -> None:
-    head = timed.head_config(Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config)
-    assert (head.draft_vocab_size, head.aux_layers, head.target_hidden_size) == (32_000, (2, 16, 29), 4096)
-    assert head.layer.num_layers == 1
-    assert timed.head_config(Models("tiny-target", "tiny-draft").target_config).aux_layers == (0, 1, 2)
-
-
 def test_acceptance_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
     """From given fractions; the first of them for fewer drafts; none for what rejects nothing."""
     args = bench.arguments(["cycles", "--tiny", "--gamma", "3", "--reached", "0.5", "0.25", "0.125"])
@@ -210,14 +184,6 @@ def test_acceptance_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.arguments(["cycles", "--tiny", "--gamma", "4", "--reached", "0.5"])
     assert "--reached must have a fraction for each of 4 drafts, got 1." in capsys.readouterr().err
-
-
-def test_routing_is_what_other_layers_save() -> None:
-    lines = [
-        {"name": name, "context": 64, "requests": 1, "ms": ms}
-        for name, ms in (("merged", 10.0), ("merged, first layer selects", 7.0))
-    ]
-    assert bench.routing(lines, 4) == ["T = 64, 1 requests: routing 40% of a verification"]
 
 
 def test_agreement_and_thirds() -> None:
@@ -232,34 +198,6 @@ def test_agreement_and_thirds() -> None:
         Autoregressive(SparseVerification(schedule=(True, False))),
     )
     assert found[4][0] == found[4][1] == Autoregressive(SparseVerification(schedule=2))
-
-
-def test_rows_whose_programs_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fake:
-        def __init__(self, fits: bool) -> None:
-            self.fits, self.compiled = fits, False
-
-        def wanted(self) -> Fake:
-            return self
-
-        def compile(self) -> None:
-            together([self])
-
-    def together(wanted: list[Fake]) -> None:
-        if not all(one.fits for one in wanted):
-            raise ValueError("it does not fit\nby far")
-        for one in wanted:
-            one.compiled = True
-
-    monkeypatch.setattr(bench, "compile_together", together)
-    heard: list[tuple[Any, str]] = []
-    benches: list[Any] = [Fake(True), Fake(False), Fake(True)]
-    assert bench.compiled(benches, lambda one, why: heard.append((one, why))) == [benches[0], benches[2]]
-    assert heard == [(benches[1], "it does not fit")]
-    assert [one.compiled for one in benches] == [True, False, True]
-    heard.clear()
-    assert bench.compiled(benches[::2], lambda *one: heard.append(one)) == benches[::2]
-    assert not heard
 
 
 @pytest.mark.slow

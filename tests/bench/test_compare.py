@@ -77,14 +77,6 @@ def test_all_three_run_in_turn(commands: list[list[str]], monkeypatch: pytest.Mo
     assert lines[4] == "| PyTorch, torch.compile and one CUDA graph | 12.35 | 1,234 | 18.4% |"
 
 
-def test_no_peer(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    has_torch(monkeypatch, False)
-    assert contenders([], [], SPECULATION)[2].reason.startswith("torch is not installed")
-    has_torch(monkeypatch, True)
-    assert "does not exist" in contenders([], [], SPECULATION, baseline_script=tmp_path / "none.py")[2].reason
-    assert len(commands) == 4
-
-
 def test_the_command(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, smcjax: Command, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from smcjax.bench import decoders
 from smcjax.bench.decoders import DRAFT, TARGET, Contender, contenders, markdown
 from smcjax.cli.commands.bench_engine import USUAL
 from smcjax.cli.main import main
+from tests.checkpoints import write_pair
 
 
 def test_contenders() -> None:
@@ -42,19 +43,12 @@ def test_contenders_that_verify_alike() -> None:
     assert not contenders([Rejection(4, sparse=SparseVerification("shared", 4))])[2].exact
 
 
-def test_models_of_a_contender() -> None:
-    alone, draft, token, *_ = contenders(USUAL)
-    assert alone.models("t", "d") == {"model": "t", "draft_model": None}
-    assert draft.models("t", "d") == {"model": "d"}
-    assert token.models("t", "d") == {"model": "t", "draft_model": "d"}
-    assert token.models(None, None) == {"model": None, "draft_model": None}
-    assert Path(str(draft.models(None, None)["model"])).name == "draft"
-
-
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
     plot, saved = tmp_path / "frontier.svg", tmp_path / "decoders.json"
-    small = ["-n", "2", "--max-num-seqs", "1", "--answers", "2"]
+    small = ["--model", pair.target, "--draft-model", pair.draft, "-n", "2", "--max-num-seqs", "1", "--answers", "2"]
+    small += ["--max-model-len", "448"]
     small += ["--decoding", "Rejection(gamma=1)", "SMC(n_particles=2, gamma=1, control=0)"]
     assert main(["bench", "decoders", *small, "--save", str(saved), "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
@@ -67,13 +61,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         "SMC, N=2, K=1",
     ]
     alone, _, rejection, both, smc = rows
-    assert both["generated_tokens"] == pytest.approx(2 * rejection["generated_tokens"], rel=0.2)
+    assert both["generated_tokens"] > rejection["generated_tokens"]
     assert smc["mean_log_evidence"] < 2
-    assert alone["tokens_per_cycle"] == pytest.approx(1, abs=0.05)
     assert rejection["exact"]
-    # x₀ and a token behind every run; the last runs may reach beyond the end.
-    assert 1.2 < rejection["tokens_per_cycle"] <= rejection["mean_accepted_length"] + 1.2
-    assert smc["tokens_per_cycle"] == pytest.approx(2, rel=0.1)
+    # One token a question is drawn before its first cycle; the last runs may reach beyond the end.
+    assert alone["generated_tokens"] == alone["cycles"] + 2
+    most = rejection["cycles"] * (1 + rejection["mean_accepted_length"]) + 2
+    assert rejection["cycles"] + 2 < rejection["generated_tokens"] <= most
     assert smc["mean_ess"] is not None
     assert all(0 <= row["ci_low"] <= row["accuracy"] <= row["ci_high"] <= 1 for row in rows)
     assert markdown(rows) in out
@@ -96,9 +90,8 @@ def test_drafts_that_need_the_target(draft: str, alone: bool, monkeypatch: pytes
     assert asked == [TARGET, *[DRAFT] * alone, "rejection, K=3"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = [
         (["-n", "0"], "--num-problems: must be a whole number from 1"),
         (["--plot", "x.txt"], "--plot must end in .svg, .png or .pdf, got x.txt"),
         (["--model", "here"], "--model and --draft-model go together; give both, or neither for the bundled pair."),
@@ -111,8 +104,7 @@ def test_drafts_that_need_the_target(draft: str, alone: bool, monkeypatch: pytes
         (["--decoding", "SMC()", "SMC(control=2)"], "--decoding: control must be a number from 0 to 1"),
         (["--decoding", "auto"], "must be smc, rejection, autoregressive, or one with options as in Python"),
         (["--decoding", "SMC()", "--temperature", "0"], "--temperature is 0, where every draft"),
-    ],
-)
-def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "decoders", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    ]
+    for arguments, message in refused:
+        assert main(["bench", "decoders", *arguments]) == 2
+        assert message in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +34,6 @@ def test_figures_of_known_populations() -> None:
     assert found["halves"] == pytest.approx([bench.Z_95 * 0.2 / math.sqrt(3) / 0.4, 0.0])
     assert found["half"] == pytest.approx(found["halves"][0] / 2)
     assert found["raw_wall"] == [8.0, 8.0, 32.0]
-
-
-def test_a_form_that_no_answer_has_is_refused() -> None:
-    dead = population(1.0, 0.0)
-    with pytest.raises(RuntimeError, match="take a likelier form, or more windows"):
-        bench.summarized([[dead], [dead]])
-
-
-def test_without_genlm_control_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "genlm.control", None)
-    assert bench.main([]) == 1
-    assert capsys.readouterr().err == "genlm-control is not installed; run uv pip install genlm-control==0.4.1.\n"
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from typing import Any
 
 import pages
 import pytest
-from cycle_picture import PARTS, draw_cycle, parts_of
 
 from smcjax.bench.cycle import CycleResult
 
@@ -75,21 +74,3 @@ def test_records_of_the_benchmarks_take_the_place_of_transcribed_ones() -> None:
         "| ours, 1 request, 4,096 | 1.00 | 1 | 100.0% | 100.0% |",
     ]
     assert lines[5] == "*2 × a card, JAX 1.0, 2026-11-28, no commit and changes: `smcjax x`*"
-
-
-def test_each_kernel_is_in_one_part_of_the_bar() -> None:
-    kernels = [
-        ("propose", "decode_step"),
-        ("verify", "nvjet_tst_128x8"),
-        ("verify", "shared_attention_merge"),
-        ("verify", "swiglu"),
-        ("resample", "ancestors"),
-    ]
-    rows = [
-        {"phase": phase, "kernel": kernel, "microseconds": 10.0, "launches": 2.0}
-        for phase, kernel in [*kernels, kernels[0]]
-    ]
-    assert list(parts_of(rows).values()) == [(20.0, 4.0), *[(10.0, 2.0)] * 4]
-    drawn = draw_cycle(rows)
-    assert "60 µs of kernels a cycle" in drawn
-    assert f"{PARTS[0][0]}: 20 µs, 33.3%, 4 launches" in drawn

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, Rejection, SparseVerification
+from smcjax import LLM, Autoregressive, Rejection, SparseVerification
 from smcjax.bench import profile
 from smcjax.bench.profile import Plan, Profiler, strategies
 from smcjax.decoders import Decoding
@@ -30,12 +30,6 @@ def models(pair: Pair, **changes: Any) -> dict[str, Any]:
     return {"model": pair.target, "draft_model": pair.draft, "page_size": 4, **changes}
 
 
-def test_strategies() -> None:
-    """The target alone first, and each once."""
-    assert strategies(()) == (Autoregressive(),)
-    assert strategies([Rejection(2), SMC(4, 2), Rejection(2)]) == (Autoregressive(), Rejection(2), SMC(4, 2))
-
-
 def test_strategies_of_sparse_targets() -> None:
     """The target alone once a schedule."""
     merged, reusing = SparseVerification("merged", 4), SparseVerification("merged", 4, schedule=2)
@@ -47,11 +41,6 @@ def test_loads_are_sizes_of_batches() -> None:
     assert Plan((Autoregressive(),), loads=(1, 2, 4, 6)).loads == (1, 2, 4, 6)
     with pytest.raises(ValueError, match=r"^requests must be powers of two, but for the largest, as .* got 3; leave"):
         Plan((Autoregressive(),), loads=(1, 3, 8))
-
-
-def test_prompts_of_a_length() -> None:
-    """Made of the given ones, another one first in each."""
-    assert profile._of_length(5, 3, [[1, 2, 3], [4]]) == [[1, 2, 3, 4, 1], [4, 1, 2, 3, 4], [1, 2, 3, 4, 1]]
 
 
 def test_prompts_count_at_the_nearest_context() -> None:

@@ -21,12 +21,9 @@ from sparse_rows import ONE_BY_ONE
 from smcjax.decoders import Rejection
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.view import BatchView
-from smcjax.pallas import implementations
-from smcjax.sparse import groups as nsa_groups
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import ORDERS, DraftTree
-from tests.bench.sparse_population import Layer, Population
 from tests.helpers import noisy_params, tiny_config
 
 KIND = NSA(kv="shared")  # the paper's: 16 blocks, three of them always
@@ -82,11 +79,6 @@ def test_sets_obey_the_selections_laws(first: int) -> None:
     assert not obeys(dataclasses.replace(found, selected=alone))
 
 
-def test_every_request_set_and_layer_has_its_own_draw() -> None:
-    words = stored(0.75).words
-    assert len(np.unique(words[:, :, 0].reshape(8, -1), axis=0)) == 8
-
-
 def test_sets_are_of_one_shape() -> None:
     with pytest.raises(ValueError, match="sets are stored for"):
         stored(0.75)(0, jnp.ones((2, 4, 2, 40), bool), jnp.zeros((2, 4), jnp.int32))
@@ -130,13 +122,12 @@ RANKS = "topk"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sparse", [MERGED, SparseVerification()], ids=["merged", "by itself"])
-def test_a_forward_reads_the_stored_sets_and_still_routes(sparse: SparseVerification) -> None:
-    """By groups and query by query: what is counted is what is stored, hidden states follow, and blocks are ranked.
+def test_a_forward_reads_the_stored_sets_and_still_routes() -> None:
+    """What is counted is what is stored, hidden states follow, and blocks are ranked.
 
     Controls: the layers' own selections are others; XLA drops the ranking where nothing takes what it selects.
     """
-    forward, arguments = verification(sparse)
+    forward, arguments = verification()
     replay = own_sets(0.8)
     with watching():
         plain, selected, ignoring = (
@@ -159,15 +150,6 @@ def test_a_forward_reads_the_stored_sets_and_still_routes(sparse: SparseVerifica
     assert RANKS not in ignoring.as_text().lower()
 
 
-@pytest.mark.slow
-def test_layers_that_take_blocks_have_no_sets_of_their_own() -> None:
-    """Under a schedule of every other layer, one of two."""
-    forward, arguments = verification(SparseVerification("merged", QUERIES, schedule=2))
-    with watching():
-        _, sets = jax.jit(watched(forward, own_sets(0.8, layers=1), gives_sets=True))(*arguments)
-    assert sets.selected.shape[:3] == (1, 1, QUERIES)
-
-
 def test_programs_are_watched_within_watching_alone() -> None:
     forward, arguments = verification()
     with pytest.raises(RuntimeError, match="no layer has selected"):
@@ -175,38 +157,6 @@ def test_programs_are_watched_within_watching_alone() -> None:
     with watching():
         untouched = jax.eval_shape(forward, *arguments)
     assert untouched.shape == (1, QUERIES, CONFIG.hidden_size)
-
-
-@pytest.mark.slow
-def test_kernels_route_beside_replayed_sets() -> None:
-    """Lowered for CUDA: scores are kept and blocks ranked by as many launches as without, of which the sets depend.
-
-    Control: without selection there is no such launch.
-    """
-    layer = Layer(heads=8, kv_heads=2)
-    population = Population(layer, 4096, 1, QUERIES, 0, 0.75)
-    replay = Replay.of(
-        population.kind, layers=1, requests=1, queries=QUERIES, sets=2, first=4096 - QUERIES, overlap=0.75
-    )
-    pages = jnp.zeros((population.pages, layer.compressed_page, layer.kv_heads, layer.dim), jnp.bfloat16)
-    q = jnp.zeros((1, QUERIES, layer.heads, layer.dim), jnp.bfloat16)
-    view = population.view(MERGED)
-
-    def route(q: jax.Array, pages: jax.Array, view: BatchView) -> Any:
-        return nsa_groups.rows_routed(population.kind, q, (pages, pages), view, view.positions).selected
-
-    def lowered(function: Any) -> str:
-        with watching(), implementations("mosaic"):
-            return jax.jit(function).trace(q, pages, view).lower(lowering_platforms=("cuda",)).as_text()
-
-    alone, replayed = lowered(route), lowered(watched(route, replay))
-    launches = alone.count("mosaic_gpu")
-    assert launches >= 2
-    assert replayed.count("mosaic_gpu") == launches
-    assert "ranked_blocks" in alone
-    assert "ranked_blocks" in replayed
-    assert "stablehlo.xor" in replayed
-    assert "mosaic_gpu" not in lowered(lambda q, pages, view: q)
 
 
 def test_bytes_follow_from_counted_sets() -> None:
@@ -268,24 +218,6 @@ def test_a_tally_of_sets_that_are_known() -> None:
     assert (twice.whole, twice.union) == (one.whole, 10)
 
 
-def test_random_sets_are_as_alike_as_by_chance() -> None:
-    """Independent draws have the shares and unions that are said to be chance's; replayed ones are far above."""
-    rng, positions = np.random.default_rng(1), 65_536 + np.arange(QUERIES)
-    one, replayed = Tally(QUERIES), Tally(QUERIES)
-    own = 65_536 // KIND.block_size
-    for _ in range(20):
-        sets = np.zeros((QUERIES, 4, own + 1), bool)
-        sets[..., [0, own - 1, own]] = True
-        for query, head in np.ndindex(QUERIES, 4):
-            sets[query, head, 1 + rng.permutation(own - 2)[:13]] = True
-        one.add(KIND, sets, positions)
-    assert one.by_rank[0] == pytest.approx(one.by_chance[0], abs=0.01)
-    assert one.union_over_one == pytest.approx(one.union_by_chance, rel=0.01)
-    replayed.add(KIND, at(stored(0.75), 65_536).selected[0, 0], positions)
-    assert replayed.by_rank[0] > replayed.by_chance[0] + 0.5
-    assert replayed.union_over_one < replayed.union_by_chance / 2
-
-
 def test_measured_selections_are_those_of_verification() -> None:
     """The sets that the measurement tallies are those that a verification of these tokens selects."""
     texts = text()
@@ -335,21 +267,3 @@ def test_what_groups_of_nodes_load() -> None:
     assert {sums.over_one_by_one(TREE, 1, order) for order in ORDERS} == {1.0}
     assert {sums.over_one_by_one(TREE, 16, order) for order in ORDERS} == {2 / 7}
     assert "| 7 nodes, 2 deep | 4 | 0.57 | 0.29 | 0.57 |" in measure.trees_table(sums, [TREE])
-
-
-@pytest.mark.slow
-def test_sets_of_consecutive_layers() -> None:
-    """A query's set beside the same query's in the next layer, as counted one by one; trees are counted beside."""
-    tokens = np.random.default_rng(0).integers(0, 7, BEGIN + QUERIES + 1).astype(np.int32)
-    params = noisy_params(CONFIG)
-    sums = measure.counted(CONFIG, params, [measure.Document(tokens, BEGIN)], QUERIES, [TREE])
-    found = np.asarray(measure.selections(CONFIG, params, text().cache, text().view))[:, 0]
-    positions = np.asarray(text().view.positions[0])
-    ranked = np.stack([chosen_by_rank(SPARSE, one, positions) for one in found])
-    for layer, one in enumerate(sums.next_layers):
-        common = (ranked[layer] & ranked[layer + 1]).sum() / ranked[layer + 1].sum()
-        assert one.by_rank[0] == pytest.approx(common)
-    assert len(sums.next_layers) == 1
-    assert len(sums.layers) == 2
-    assert measure.layers_table(sums).startswith("| layers | 0 and 1 | all | by chance |")
-    assert 0.2 < sums.over_one_by_one(TREE, 8, "bfs") < 1

@@ -124,11 +124,3 @@ def test_cases_that_differ_in_context_take_turns_and_all_share_one_set_of_weight
         [13, 14],
         [15, 16],
     ]
-
-
-def test_a_case_names_its_decoding() -> None:
-    from smcjax.bench.cycle import Case, described
-
-    assert described(Case(SMC(4, 2, control=0), groups=3)) == "SMC, N=4, K=2, 3 requests, context 256"
-    assert described(Case(Autoregressive())) == "target alone, 1 request, context 256"
-    assert described(Case(SMC(4, 2), private=16, synthetic_kv=True)).endswith("context 256, of which 16 private")

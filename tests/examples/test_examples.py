@@ -5,13 +5,30 @@ from __future__ import annotations
 import math
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import smcjax
+from smcjax import LLM
+from tests.checkpoints import write_model
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RIGHT = "#### 5"
+pytestmark = pytest.mark.slow
+
+
+def of_tiny_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layers: int = 1, **changes: Any) -> None:
+    """An example's LLM has random models of bytes, whose programs take a tenth of the time; words are as they come."""
+    pair = [write_model(tmp_path / name, 264, seed, num_layers=layers) for seed, name in enumerate(("target", "draft"))]
+
+    def llm(*_: Any, **arguments: Any) -> LLM:
+        return LLM(pair[0], **{"max_model_len": 640, **arguments, "draft_model": pair[1], **changes})
+
+    monkeypatch.setattr(smcjax, "LLM", llm)
 
 
 def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -20,7 +37,6 @@ def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_generate_prints_the_whole_population(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed("generate", capsys)
     weights = [float(found) for found in re.findall(r"^ *([\d.]+)%", out, re.MULTILINE)]
@@ -29,25 +45,25 @@ def test_generate_prints_the_whole_population(capsys: pytest.CaptureFixture[str]
     assert RIGHT in out.partition("%")[0]
 
 
-@pytest.mark.slow
 def test_stream_prints_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed("stream", capsys).strip().endswith("#### 16")
 
 
-@pytest.mark.slow
 def test_a_server_is_asked_by_the_official_client(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a server that decodes by the target alone, whose programs are compiled soonest."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as this process has it, `tests/passes.py` says why
+    begin = subprocess.Popen
+    more = ["--decoding", "autoregressive", "--max-num-seqs", "1"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command: begin([*command, *more]))
     assert RIGHT in printed("serve_and_ask", capsys)
 
 
-@pytest.mark.slow
 def test_a_rule_of_ones_own_is_proved_and_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert RIGHT in printed("own_acceptance", capsys)
 
 
-@pytest.mark.slow
 def test_evidence_compares_two_models(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed("evidence", capsys)
     large, small, factor = (float(found) for found in re.findall(r"-?\d+\.\d+", out))
@@ -55,9 +71,9 @@ def test_evidence_compares_two_models(capsys: pytest.CaptureFixture[str]) -> Non
     assert math.isclose(factor, large - small, abs_tol=0.011)
 
 
-@pytest.mark.slow
 def test_a_verifier_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Four shares of right answers, two at equal seconds, and a picture; the verifier sees what is wrong."""
+    of_tiny_models(monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "argv", ["verifier.py", "2", "2", "1.8", str(tmp_path / "verifier.svg")])
     alike, as_long = printed("verifier", capsys).split("as long:\n")
     found = [re.findall(r"^N = ([12]): (\d+\.\d{3}) s, +\d+\.\d% \(", part, re.MULTILINE) for part in (alike, as_long)]
@@ -71,23 +87,22 @@ def test_a_verifier_steers(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert verify("", texts) == [0, 0, -8, -4]
 
 
-@pytest.mark.slow
 def test_a_judge_steers_a_style(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Verdicts without the judge and with it, and a picture."""
+    """Verdicts without the judge and with it, and a picture; `test_real_model.py` asks the real judge."""
+    of_tiny_models(monkeypatch, tmp_path, layers=3, draft_model=None, draft_drop_layers=(1,))
     monkeypatch.setattr(sys, "argv", ["style.py", "2", "2", "1", str(tmp_path / "style.svg")])
     found = re.findall(r"^exponent (\d): [-+]\d+\.\d\d\. ", printed("style", capsys), re.MULTILINE)
     assert found == ["0", "1"]
     assert "<svg" in (tmp_path / "style.svg").read_text()
 
 
-@pytest.mark.slow
 def test_enumeration_says_what_populations_near(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The mean evidence is the exact one, which is not 1 as without a potential; shares with the word rise with N."""
-    monkeypatch.setattr(sys, "argv", ["enumerated.py", "100", "2", str(tmp_path / "enumerated.svg")])
+    monkeypatch.setattr(sys, "argv", ["enumerated.py", "64", "2", str(tmp_path / "enumerated.svg")])
     out = printed("enumerated", capsys)
     listed = re.search(r"^\d+ answers have ([\d.]+)% of the probability", out, re.MULTILINE)
     assert listed is not None
