@@ -255,10 +255,6 @@ def test_an_ascii_terminal_still_gets_its_answer() -> None:
     assert (result.returncode, result.stdout) == (0, "caf?\n")
 
 
-def test_the_entry_point_is_main() -> None:
-    assert main.make_parser().prog == "smcjax"
-
-
 def test_arguments_are_refused_before_jax_is_imported() -> None:
     """Neither does the time that takes pass, nor is anything read: all of them in one process."""
     needs_jax = ("--implementation", "--context")  # what the machine is, and what a case needs

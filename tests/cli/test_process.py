@@ -191,10 +191,9 @@ def interrupted(command: list[str], moments: list[float]) -> tuple[int, str, flo
 OUTSIDE = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 
 
-@pytest.mark.parametrize("moments", [[2.0], [2.0, 0.001]])
-def test_ctrl_c_ends_what_does_not_return_to_python(moments: list[float]) -> None:
+def test_ctrl_c_ends_what_does_not_return_to_python() -> None:
     """Ctrl-C ends C code that, like XLA's compiler, does not return to Python: here a hash that takes hours."""
-    code, err, seconds = interrupted(quick(OUTSIDE), moments)
+    code, err, seconds = interrupted(quick(OUTSIDE), [2.0, 0.001])
     assert (code, err) == (130, "remark\nsmcjax: interrupted\n")
     assert seconds < 2  # 0.1 where nothing else runs
 
@@ -211,7 +210,7 @@ def test_ctrl_c_says_its_word_while_stderr_is_held_back() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", [[0.8], [2.6, 0.02], [4.1]])
+@pytest.mark.parametrize("moments", [[0.8], [3.6, 0.02]])
 def test_ctrl_c_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: list[float]) -> None:
     """While JAX is imported, models are read, programs are compiled (none is there yet)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -232,7 +231,6 @@ def test_a_background_job_is_not_meant_by_ctrl_c() -> None:
 SETTINGS = [
     ("JAX_DEBUG_NANS", "1", "FloatingPointError: "),
     ("JAX_DEBUG_NANS", "maybe", "invalid truth value 'maybe'"),
-    ("JAX_NUMPY_DTYPE_PROMOTION", "strict", "no available implicit dtype promotion"),
 ]
 JAX = "import jax.numpy as n; n.int32(1) + n.ones(3, bool); n.ones((2, 3)) + n.ones(3); n.log(n.float32(-1))"
 

@@ -20,7 +20,6 @@ from smcjax import Autoregressive
 from smcjax.engine.run.ready_programs import ReadyPrograms
 from smcjax.engine.run.runner import Runner
 from smcjax.server.models import Models, load
-from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import Pair
 from tests.memory import give_back
 from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, idle, running
@@ -36,21 +35,20 @@ def warm(server: Running) -> None:
 
 
 def test_a_small_request_passes_the_choices_of_a_large_one(server: Running) -> None:
-    """Two slots, taken by two of many choices, or of many prompts: two more may be admitted before it."""
+    """Two slots, taken by two of many choices: two more may be admitted before it."""
     warm(server)
     before = server.llm().metrics()
-    for body in ({"n": 24}, {"prompt": ["ab"] * 24}):
-        with ThreadPoolExecutor() as pool, server.http() as http:
-            large = pool.submit(http.post, "/v1/completions", json={**LONG, **body})
-            while server.llm().metrics()["num_waiting"] < 16:
-                time.sleep(0.005)
-            begun = server.llm().metrics()["requests"]
-            assert http.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 200
-            ended = server.llm().metrics()["requests"] - begun
-            assert ended <= 9, "of both slots one that ran and those of two rounds, and what the test itself takes"
-            assert not large.done()
-            assert large.result().status_code == 200
-    assert server.llm().metrics()["requests"] == before["requests"] + 50
+    with ThreadPoolExecutor() as pool, server.http() as http:
+        large = pool.submit(http.post, "/v1/completions", json={**LONG, "n": 24})
+        while server.llm().metrics()["num_waiting"] < 16:
+            time.sleep(0.005)
+        begun = server.llm().metrics()["requests"]
+        assert http.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 200
+        ended = server.llm().metrics()["requests"] - begun
+        assert ended <= 9, "of both slots one that ran and those of two rounds, and what the test itself takes"
+        assert not large.done()
+        assert large.result().status_code == 200
+    assert server.llm().metrics()["requests"] == before["requests"] + 25
 
 
 def test_a_stream_says_that_it_waits_for_a_compilation(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,27 +132,6 @@ def test_a_client_that_leaves_before_anything_has_come(
 
 
 @pytest.mark.usefixtures("slowly")
-def test_many_who_give_up_and_one_who_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hundred at once, all of whom leave; then one is answered in five seconds."""
-    warm(server)
-    monkeypatch.setattr(server.served.models.all[0].llm, "_max_waiting", 400)  # else most would be turned away
-
-    async def session() -> None:
-        limits = httpx.Limits(max_connections=250)
-        async with httpx.AsyncClient(base_url=server.url, timeout=0.2, limits=limits) as http:
-            asks = (http.post("/v1/completions", json=LONG) for _ in range(200))
-            results = await asyncio.gather(*asks, return_exceptions=True)
-            assert all(isinstance(result, httpx.TimeoutException) for result in results)
-            started = time.monotonic()
-            answer = await http.post("/v1/completions", json={**LONG, "max_tokens": 4}, timeout=5)
-            assert answer.status_code == 200
-            assert time.monotonic() - started < 5
-
-    asyncio.run(session())
-    assert idle(server.llm(), 1.0)
-
-
-@pytest.mark.usefixtures("slowly")
 def test_too_many_are_turned_away(server: Running) -> None:
     """As a whole: of n answers none stays behind, and no stream begins."""
     warm(server)
@@ -171,59 +148,9 @@ def test_too_many_are_turned_away(server: Running) -> None:
     assert idle(server.llm(), 1.0)
 
 
-def test_long_texts_hold_nobody_up(server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are cut into tokens beside the event loop, which answers others meanwhile."""
-    under_way, go, really = threading.Event(), threading.Event(), Tokenizer.encode
-
-    def encode(tokenizer: Tokenizer, text: str, *args: Any, **kwargs: Any) -> Any:
-        if text == "long":
-            under_way.set()
-            assert go.wait(100)
-        return really(tokenizer, text, *args, **kwargs)
-
-    def ask(prompt: str) -> int:
-        body = {"prompt": prompt, "max_tokens": 2}
-        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=20).status_code
-
-    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as other:
-        patch.setattr(Tokenizer, "encode", encode)
-        try:
-            waiting = other.submit(ask, "long")
-            assert under_way.wait(60)
-            assert http.get("/version").status_code == 200
-            assert ask("ab") == 200
-            assert not waiting.done()
-        finally:
-            go.set()
-        assert waiting.result() == 200
-
-
-def test_nothing_is_left_behind(server: Running) -> None:
-    """Descriptors, threads and HTTP requests in flight, after many requests, as before."""
-    warm(server)
-
-    def count() -> tuple[int, int]:
-        time.sleep(0.2)
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    def ask(times: int) -> None:
-        with server.http() as http:
-            for seed in range(times):
-                body = {"prompt": "ab", "seed": seed, "max_tokens": 2, "stream": seed % 2 == 0}
-                assert http.post("/v1/completions", json=body).status_code == 200
-
-    ask(40)  # the pool that tokenises has its threads
-    descriptors, threads = count()
-    ask(100)
-    after = count()
-    assert after[0] <= descriptors + 2
-    assert after[1] <= threads + 1
-    assert server.served.in_flight == 0
-
-
 @pytest.mark.slow
-def test_a_thousand_requests(server: Running) -> None:
-    """Memory does not grow with requests, nor do descriptors: some 250 of 1,250 add less than 2,000 bytes each.
+def test_five_hundred_requests(server: Running) -> None:
+    """Memory does not grow with requests, nor do descriptors: some 100 of 500 add less than 2,000 bytes each.
 
     A body that is kept adds its two pages in every part, while other tests' memory, which is in this process too, comes
     and goes in steps, so that one part may grow by megabytes.
@@ -245,13 +172,13 @@ def test_a_thousand_requests(server: Running) -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
             await asyncio.gather(*(some(http, range(first, times, 8)) for first in range(8)))
 
-    asyncio.run(ask(250))
+    asyncio.run(ask(100))
     descriptors, memory = len(os.listdir("/proc/self/fd")), [resident()]
     for _ in range(4):
-        asyncio.run(ask(250))
+        asyncio.run(ask(100))
         memory.append(resident())
     grown = [after - before for before, after in itertools.pairwise(memory)]
-    assert min(grown) < 500_000, grown
+    assert min(grown) < 200_000, grown
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
     assert server.served.in_flight == 0
     assert idle(server.llm(EXACT_NAME), 1.0)
@@ -290,25 +217,6 @@ def test_metrics(http: httpx.Client) -> None:
         assert gained(ours) == gained(theirs) == gain
     assert gained("vllm:request_success_total", "length") == 2
     assert after["vllm:num_requests_running", ""] == after["vllm:kv_cache_usage_perc", ""] == 0
-
-
-@pytest.mark.usefixtures("slowly")
-def test_pings_come_between_events(models: Models) -> None:
-    """Where nothing has come for a while; OpenAI's client reads over them."""
-    body = {**LONG, "max_tokens": 12}
-    with running(models, ping_seconds=0.005) as pinging, pinging.http() as http:
-        whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
-        lines = http.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
-        assert lines.count(": ping") > 1
-        assert lines[-2:] == ["data: [DONE]", ""]
-        extra = {"ignore_eos": True}
-        with (
-            pinging.client() as client,
-            client.completions.create(
-                model="pair", prompt="ab", max_tokens=12, seed=1, stream=True, extra_body=extra
-            ) as stream,
-        ):
-            assert "".join(chunk.choices[0].text for chunk in stream) == whole
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from smcjax import LLM
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.load.loading import bundled_model
 from smcjax.server.models import Models, VirtualModel, base_name, label_of, load, with_exact
@@ -18,8 +19,6 @@ from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import Pair
 from tests.planner.tables import Blind
 from tests.server.conftest import EXACT_NAME, SMC_NAME
-
-pytestmark = pytest.mark.compiled_at_once
 
 
 @pytest.mark.parametrize(
@@ -80,13 +79,14 @@ def test_two_of_one_name(models: Models) -> None:
         Models("pair", twice)
 
 
-@pytest.mark.parametrize("at_start", [True, False])
-def test_programs_are_compiled_when_it_is_asked_for(pair_on_disk: Pair, at_start: bool) -> None:
-    options = {"max_num_seqs": 1, "max_model_len": 32, "page_size": 4, "compile_at_start": at_start}
+def test_programs_are_compiled_when_it_is_asked_for(pair_on_disk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Decoding] = []
+    monkeypatch.setattr(LLM, "warm_up", lambda llm: asked.append(llm.decoding))
     decoders = [SMC(2, 2), Autoregressive()]
-    loaded = load(pair_on_disk.target, decoders, draft_model=pair_on_disk.draft, **options)
-    assert [bool(one.llm.llm.metrics()["compile_seconds"]) for one in loaded.all] == [at_start] * 2
-    asyncio.run(loaded.close())
+    for at_start in (True, False):
+        options = {"max_num_seqs": 1, "max_model_len": 32, "page_size": 4, "compile_at_start": at_start}
+        asyncio.run(load(pair_on_disk.target, decoders, draft_model=pair_on_disk.draft, **options).close())
+        assert asked == decoders
 
 
 def test_a_profile_is_for_auto() -> None:

@@ -35,7 +35,7 @@ def test_nothing_makes_the_server_fail(server: Running) -> None:
         operation = found.ok()
         paths.add(operation.path)
 
-        @settings(max_examples=12, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=6, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy())
         def check(case: Any) -> None:
             case.validate_response(case.call(timeout=120), checks=[not_a_server_error])

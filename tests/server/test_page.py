@@ -20,38 +20,34 @@ OPPONENTS = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.0259
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files_are_sent_under_the_policy(http: httpx.Client, name: str) -> None:
-    response = http.get(f"/page/{name}")
-    assert response.status_code == 200
-    assert response.content == (PAGE / name).read_bytes()
-    assert response.headers["content-type"].split(";")[0] == TYPES[name.rsplit(".")[-1]]
-    policy = response.headers["content-security-policy"]
-    assert policy.split("; ")[0] == "default-src 'self'"
-    assert "unsafe" not in policy
-    assert response.headers["x-content-type-options"] == "nosniff"
-    assert response.headers["cache-control"] == "no-cache"
+def test_files_are_sent_under_the_policy(http: httpx.Client) -> None:
+    """The page itself at the root as well."""
+    for path, name in [("/", "index.html"), *((f"/page/{name}", name) for name in FILES)]:
+        response = http.get(path)
+        assert response.status_code == http.head(path).status_code == 200
+        assert response.content == (PAGE / name).read_bytes()
+        assert response.headers["content-type"].split(";")[0] == TYPES[name.rsplit(".")[-1]]
+        policy = response.headers["content-security-policy"]
+        assert policy.split("; ")[0] == "default-src 'self'"
+        assert "unsafe" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["cache-control"] == "no-cache"
 
 
-def test_the_page_is_at_the_root(http: httpx.Client) -> None:
-    assert http.get("/").content == (PAGE / "index.html").read_bytes()
-    assert (
-        http.get("/").headers["content-security-policy"]
-        == http.get("/page/index.html").headers["content-security-policy"]
-    )
-    assert http.head("/").status_code == 200
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "..%5capp.py", "....//app.py", "/etc/passwd", "%2fetc%2fpasswd", "."],
-)
-def test_nothing_beside_them_is(server: Running, path: str) -> None:
+def test_nothing_beside_them_is(server: Running, http: httpx.Client) -> None:
     """Asked for byte by byte, since httpx would resolve the dots itself."""
-    with server.http() as http:
-        for asked, status in ((path, 404), ("index.html", 200)):  # the second one is a control
-            url = httpx.URL(server.url).copy_with(raw_path=f"/page/{asked}".encode())
-            assert http.get(url).status_code == status
+    outside = [
+        "../app.py",
+        "..%2fapp.py",
+        "%2e%2e/app.py",
+        "..%5capp.py",
+        "....//app.py",
+        "/etc/passwd",
+        "%2fetc%2fpasswd",
+    ]
+    for asked, status in [*((path, 404) for path in [*outside, "."]), ("index.html", 200)]:  # the last one is a control
+        url = httpx.URL(server.url).copy_with(raw_path=f"/page/{asked}".encode())
+        assert http.get(url).status_code == status, asked
 
 
 def outside(name: str, text: str) -> list[str]:

@@ -101,37 +101,24 @@ def test_one_signal_ends_it_in_order(process: tuple[subprocess.Popen[str], str])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", [(["--drain-seconds", "1"], 0.01)], indirect=True)
+@pytest.mark.parametrize("process", [(["--drain-seconds", "1"], 600)], indirect=True)
 def test_a_drain_has_a_deadline(process: tuple[subprocess.Popen[str], str]) -> None:
-    """A reader that reads nothing does not keep the server."""
+    """Neither a request, nor a step or a compilation that takes minutes; `test_bounds.py` has a reader that stalls."""
     server, url = process
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps({**ASK, "n": 20, "logprobs": 20}).encode()
     with socket.create_connection((host, int(port)), timeout=60) as stalled:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         stalled.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        assert stalled.recv(100)
+        time.sleep(1)
         server.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert server.wait(30) == 0
         assert time.monotonic() - began < 1 + LAST_STEPS + 5
     assert server.stderr is not None
-    assert "smcjax: 1 requests were cut after 1 s" in server.stderr.read()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", [(["--drain-seconds", "0"], 600)], indirect=True)
-def test_an_engine_that_is_busy_for_long_does_not_keep_it(process: tuple[subprocess.Popen[str], str]) -> None:
-    """Neither a step nor a compilation that takes minutes."""
-    server, url = process
-    with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{url}/v1/completions", json=ASK, timeout=0.5)
-    server.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    assert server.wait(30) == 0
-    assert time.monotonic() - began < LAST_STEPS + 5
-    assert server.stderr is not None
-    assert "smcjax: what still ran on the device or in threads was cut" in server.stderr.read()
+    said = server.stderr.read()
+    assert "smcjax: 1 requests were cut after 1 s" in said
+    assert "smcjax: what still ran on the device or in threads was cut" in said
 
 
 def test_by_default_it_ends_within_35_seconds() -> None:

@@ -110,12 +110,12 @@ def test_several_choices_have_a_population_each(http: httpx.Client) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"top_k": 2}])
-def test_an_exact_decoder_answers_what_smc_cannot(server: Running, http: httpx.Client, fields: dict[str, Any]) -> None:
+def test_an_exact_decoder_answers_what_smc_cannot(server: Running, http: httpx.Client) -> None:
+    fields = {"temperature": 0.0}
     reply = asked(http, model=SMC_NAME, **fields)
     assert reply["model"] == EXACT_NAME
     assert reply["smc"]["exact"] is True
-    assert next(iter(fields)).split("_")[0] in reply["smc"]["routed"]
+    assert "temperature" in reply["smc"]["routed"]
     params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True, **fields)
     exact = server.llm(EXACT_NAME).generate("ab", params, use_tqdm=False)[0].outputs[0]
     assert reply["choices"][0]["text"] == exact.text

@@ -82,19 +82,6 @@ def test_pings() -> None:
     assert asyncio.run(streamed(Reader(), numbers(2, 0.0, []))) == "data: 0\n\ndata: 1\n\n"
 
 
-def test_a_slow_reader_holds_the_stream_up() -> None:
-    async def session() -> None:
-        log: list[str] = []
-        reader = Reader(seconds=0.02)
-        task = asyncio.create_task(streamed(reader, numbers(20, 0.0, log)))
-        while not task.done():
-            assert len(log) <= len(reader.sent) + 2
-            await asyncio.sleep(0.01)
-        assert len(reader.sent) == 22
-
-    asyncio.run(session())
-
-
 def test_a_slow_reader_gets_one_piece_at_a_time() -> None:
     """Pings come between events that take longer than a ping may wait, and no event beside a ping."""
 

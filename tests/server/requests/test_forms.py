@@ -25,11 +25,10 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [SMC_NAME, EXACT_NAME])
-def test_a_schema_by_openais_own_field(client: openai.OpenAI, model: str) -> None:
+def test_a_schema_by_openais_own_field(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
     reply = client.chat.completions.create(
-        model=model, messages=MESSAGES, max_tokens=24, seed=1, n=2, response_format=form, extra_body={"smc": {}}
+        model=SMC_NAME, messages=MESSAGES, max_tokens=24, seed=1, n=2, response_format=form, extra_body={"smc": {}}
     )
     for choice in reply.choices:
         value = json.loads(choice.message.content or "")
@@ -37,9 +36,8 @@ def test_a_schema_by_openais_own_field(client: openai.OpenAI, model: str) -> Non
         assert isinstance(value["a"], int)
         assert value["b"] in ("x", "y")
     smc: Any = reply.model_extra["smc"] if reply.model_extra else None
-    assert smc["law"] == ("given the form" if model == SMC_NAME else "locally masked")
-    if model == SMC_NAME:
-        assert all(one["log_evidence"] < -5 for one in smc["choices"])
+    assert smc["law"] == "given the form"
+    assert all(one["log_evidence"] < -5 for one in smc["choices"])
 
 
 class Thing(pydantic.BaseModel):
@@ -54,8 +52,9 @@ def test_openais_parse_takes_an_answer_that_ends_at_the_cap(client: openai.OpenA
     used = []
     for most in (10, 11, 12):  # the shortest answer has ten tokens of a byte each
         reply = client.chat.completions.parse(
-            model=EXACT_NAME, messages=MESSAGES, max_tokens=most, seed=1, response_format=Thing
+            model=EXACT_NAME, messages=MESSAGES, max_tokens=most, seed=1, response_format=Thing, extra_body={"smc": {}}
         )
+        assert reply.model_extra["smc"]["law"] == "locally masked"
         assert isinstance(reply.choices[0].message.parsed, Thing)
         assert reply.usage is not None
         used.append(reply.usage.completion_tokens == most)
