@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,14 +32,11 @@ _others = threading.Lock()  # held by who computes by patches that are not in fo
 class Later:
     """An executable as `smcjax.engine.run.programs` makes it, of which nothing is traced before it is asked for."""
 
-    _pending: ClassVar[weakref.WeakSet[Later]] = weakref.WeakSet()
-
     def __init__(self, *arguments: Any) -> None:
         self._make: Callable[[], Any] | None = lambda: _compiled(*arguments)
         self._made: Any = None
         self._lock = threading.Lock()
         self._patches = [*_patches]
-        Later._pending.add(self)
 
     def executable(self) -> Any:
         """Compiles in a thread of its own, as engines do: what the calling thread has set does not reach a trace."""
@@ -48,7 +44,6 @@ class Later:
             if self._make is not None:
                 with _patched(self._patches):
                     self._made, self._make = _in_a_thread(self._make), None
-                Later._pending.discard(self)
         return self._made
 
     def __call__(self, *arguments: Any) -> Any:
@@ -58,10 +53,11 @@ class Later:
         return getattr(self.executable(), name)
 
     @classmethod
-    def none_is_left(cls) -> None:
-        """Compiles all that waits."""
-        for later in list(cls._pending):
-            later.executable()
+    def none_is_left(cls, of: programs.Programs) -> None:
+        """Compiles all of these that wait."""
+        for later in of._executables.values():
+            if isinstance(later, Later):
+                later.executable()
 
 
 def _in_a_thread(make: Callable[[], Any]) -> Any:

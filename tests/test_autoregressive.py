@@ -105,13 +105,13 @@ def top_k_p(k: int, p: float) -> Callable[[np.ndarray], np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "top_k", "top_p"),
-    [({}, V, 1.0), ({"temperature": 0.7, "min_tokens": 2}, V, 1.0), ({}, 3, 0.75)],
-    ids=["plain", "cool", "truncated"],
+    [({}, V, 1.0), ({"temperature": 0.7, "min_tokens": 2}, 3, 0.75)],
+    ids=["plain", "cool and truncated"],
 )
 def test_sampling_law(changes: dict[str, Any], top_k: int, top_p: float) -> None:
-    """χ² of 24,576 samples against every output's exact probability; the control is a law 20% warmer."""
+    """χ² of 8,192 samples against every output's exact probability; the control is a law 40% warmer."""
     ask = Ask((1, 2), max_tokens=3, stops=(3,), **changes)
-    samples = 24_576
+    samples = 8192
     program = autoregressive.Program(
         Autoregressive(),
         CONFIG,
@@ -137,8 +137,8 @@ def test_sampling_law(changes: dict[str, Any], top_k: int, top_p: float) -> None
     value, bins = chi_square(ask.temperature)
     assert bins > 4
     assert value < bins + 4.5 * np.sqrt(2 * bins) + 5, (value, bins)
-    value, bins = chi_square(1.2 * ask.temperature)
-    assert value > bins + 20 * np.sqrt(2 * bins), "control"
+    value, bins = chi_square(1.4 * ask.temperature)
+    assert value > bins + 12 * np.sqrt(2 * bins), "control"
 
 
 @pytest.mark.slow

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests import conftest
 from tests.first_cases import first_cases
 
 
@@ -40,9 +39,15 @@ def test_the_first_case_of_each_test_but_slow_ones(items: list[Any], expected: l
     assert [item.nodeid for item in first_cases(items)][: len(expected)] == expected
 
 
-@pytest.mark.slow
-def test_all_cases_of_a_named_file() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    command = [sys.executable, "-m", "pytest", "-n", "1", __file__, "-k", "test_the_first_case"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
-    assert "2 passed" in done.stdout
+ARGS, PATHS = pytest.Config.ArgsSource.ARGS, pytest.Config.ArgsSource.TESTPATHS
+
+
+@pytest.mark.parametrize(
+    ("source", "marker", "keyword", "all_cases"),
+    [(PATHS, "", "", False), (ARGS, "", "", True), (PATHS, "gpu", "", True), (PATHS, "", "law", True)],
+)
+def test_all_cases_of_what_is_named(source: Any, marker: str, keyword: str, all_cases: bool) -> None:
+    option = SimpleNamespace(all=False, markexpr=marker, keyword=keyword)
+    config: Any = SimpleNamespace(args_source=source, option=option)
+    conftest.pytest_configure(config)
+    assert option.all is all_cases

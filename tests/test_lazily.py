@@ -16,7 +16,7 @@ from smcjax.engine.run import programs as engine_programs
 from smcjax.engine.run.programs import Job, Programs
 from tests import test_lazily as module
 from tests.checkpoints import write_pair
-from tests.lazily import Later, lazily, program_patches
+from tests.lazily import lazily, program_patches
 
 # Rooms and modules of which lines run while programs are traced, and modules in these of which none does.
 OF_PROGRAMS = ("autoregressive", "decoding", "engine.run.jobs", "engine.run.slots", "kv", "matmul")
@@ -177,4 +177,3 @@ def test_an_error_of_the_compiler_reaches_the_caller() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="no such program"):
             made["one"](jnp.float32(0))
-    Later._pending.clear()  # nobody else shall find it

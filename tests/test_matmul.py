@@ -37,7 +37,7 @@ def close(got: jax.Array, want: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=16)  # nearly each is a program of its own
+@settings(max_examples=8)  # nearly each is a program of its own
 @given(
     shape=st.lists(st.integers(1, 3), max_size=3).map(tuple),
     sizes=st.tuples(st.integers(1, 9), st.sampled_from([5, 16, 48])),

@@ -47,12 +47,6 @@ def test_answers_can_be_read_from_the_prompt(seed: int, length: int) -> None:
     assert not any(recall.right_lines(problem, ""))
 
 
-def test_all_kinds_are_asked() -> None:
-    kinds = [kind for problem in recall.generate(3, 20, "train", 2048) for kind in problem.kinds]
-    counts = [kinds.count(kind) for kind in recall.KINDS]
-    assert min(counts) > len(kinds) / 8, dict(zip(recall.KINDS, counts, strict=True))
-
-
 def test_facts_lie_anywhere() -> None:
     """The share of the context before a fact that is asked for is uniform: quarters of it hold a quarter each."""
     places = []
@@ -118,13 +112,6 @@ def test_tokens_of_the_text_are_the_documents(length: int) -> None:
         assert tokenizer.encode(problem.prompt).ids == ids[: len(tokenizer.encode(problem.prompt).ids)]
     assert recall.UNKNOWN not in ids
     assert tokenizer.encode("Hello").ids.count(recall.UNKNOWN) > 0, "control"
-
-
-def test_vocabulary_names_each_piece_once() -> None:
-    words = recall.vocabulary()
-    assert len(set(words)) == len(words) <= 1024
-    pieces = re.compile(recall.PIECES)
-    assert all(pieces.fullmatch(word) for word in words[len(recall.SPECIAL) :])
 
 
 def test_rows_do_not_depend_on_the_number_of_workers() -> None:

@@ -22,9 +22,8 @@ LENGTH = 75
 SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=8, num_blocks=4, window=7)
 KINDS: list[AttentionKind] = [
     SPARSE,
-    dataclasses.replace(SPARSE, kv="shared"),
-    dataclasses.replace(SPARSE, init_blocks=0, local_blocks=1, kernel_size=8),
-    *(FULL, SlidingWindow(7), SlidingWindow(100)),
+    dataclasses.replace(SPARSE, kv="shared", init_blocks=0, local_blocks=1, kernel_size=8),
+    SlidingWindow(7),
 ]
 
 
@@ -122,25 +121,6 @@ def test_what_makes_queries_and_keys_learns_to_route() -> None:
     assert not jnp.any(values)
     assert jnp.any(gradients.embed)
     assert jnp.any(gradients.layers[0].qkv)
-
-
-@pytest.mark.slow
-def test_learning_to_route_chooses_as_dense_attention() -> None:
-    """Steps of the weights that compress, for which the teacher stays what it is, come near to its choice."""
-    params = noisy_params(config_of(ROUTED))
-
-    @jax.jit
-    def step(params: Params) -> tuple[Params, jax.Array]:
-        loss, gradients = jax.value_and_grad(lambda params: sum(routing(ROUTED, params, QUERIES)[1]))(params)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf, g: leaf - 2.0 * g if "_k" in jax.tree_util.keystr(path) else leaf, params, gradients
-        ), loss
-
-    losses = []
-    for _ in range(60):
-        params, loss = step(params)
-        losses.append(float(loss))
-    assert losses[-1] < 0.9 * losses[0], losses[::10]
 
 
 def test_the_loss_is_a_cross_entropy_by_hand() -> None:

@@ -51,27 +51,6 @@ def test_steps_are_those_of_drafting(head: tuple[EagleConfig, EagleParams]) -> N
                 assert np.abs(outputs[step - 1][:, end] - want).max() > 1e-3
 
 
-def test_outputs_behind_a_beginning_are_those_of_all(head: tuple[EagleConfig, EagleParams]) -> None:
-    """Entries from `first` on, where a step has its whole chain among them; before that they are others."""
-    config, params = head
-    first, unroll = 3, jax.jit(train_eagle.unrolled, static_argnums=(0, 4, 5))
-    tokens = jax.random.randint(jax.random.key(5), (2, LENGTH), 0, 7)
-    features = fuse(params, jax.random.normal(jax.random.key(6), (2, LENGTH, 3, TARGET.hidden_size)))
-    whole = unroll(config, params, tokens, features, STEPS, 0)
-    behind = unroll(config, params, tokens, features, STEPS, first)
-    for step, (one, other) in enumerate(zip(behind, whole, strict=True)):
-        np.testing.assert_allclose(one[:, step:], other[:, first + step :], atol=2e-5)
-        if step:
-            assert np.abs(one[:, step - 1] - other[:, first + step - 1]).max() > 1e-3, "control"
-
-
-def test_heads_of_other_sizes_and_taps() -> None:
-    config = train_eagle.head_config(TARGET, heads=2, kv_heads=1, intermediate=12, aux_layers=(0, 3, 7))
-    assert (config.layer.num_heads, config.layer.num_kv_heads, config.layer.intermediate_size) == (2, 1, 12)
-    assert config.aux_layers == (0, 3, 7)
-    assert train_eagle.head_config(TARGET).aux_layers == (2, 3, 4)
-
-
 def test_which_tokens_of_documents_count() -> None:
     """Tokens of answers and the end of text count; outputs are needed from some steps before on."""
     args = train_eagle.parse(["--smoke", "--task", "recall", "--output", "/tmp/nowhere"])

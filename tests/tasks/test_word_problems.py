@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smcjax.tasks import vocabulary as words
-from smcjax.tasks.templates import LINES, Split, expand, family, in_tense, is_set_aside, templates
+from smcjax.tasks.templates import LINES, Split, family, in_tense, is_set_aside, templates
 from smcjax.tasks.word_problems import (
     MAX_VALUE,
     Problem,
@@ -99,12 +99,6 @@ def test_steps_and_quantities_are_bounded(problems: list[Problem]) -> None:
     share = collections.Counter(problem.steps for problem in problems)
     assert set(share) == {2, 3, 4, 5, 6}
     assert min(share.values()) > 0.17 * len(problems)  # one fifth each
-
-
-def test_all_four_operations_are_common(problems: list[Problem]) -> None:
-    share = collections.Counter(op for problem in problems for _, op, _, _ in calculations(problem))
-    assert set(share) == set("+-*/")
-    assert min(share.values()) > 0.1 * share.total()
 
 
 def test_the_question_tells_every_number_that_the_solution_needs(problems: list[Problem]) -> None:
@@ -235,23 +229,6 @@ def test_templates_are_well_formed() -> None:
             assert not re.search(r"[\[\]<>|/]|  | [.,:?]", in_tense(template, past)), template
 
 
-def test_choices_expand_to_every_combination() -> None:
-    assert set(expand("<a/b> {A} [is|was]</ <c/d>>.")) == {
-        *("a {A} [is|was].", "a {A} [is|was] c.", "a {A} [is|was] d."),
-        *("b {A} [is|was].", "b {A} [is|was] c.", "b {A} [is|was] d."),
-    }
-    assert set(expand("{S} [keeps|kept] <them>.")) == {"{S} [keeps|kept] all of them.", "{S} [keeps|kept] them all."}
-
-
-def test_what_somebody_would_type_is_like_training_sentences() -> None:
-    """The example of the README, clause by clause."""
-    every = {masked for name in LINES for line in family(name) for masked in line}
-    assert "{A} [has|had] {n} {o}." in every
-    assert "{S} [buys|bought] {n} {cs} with {m} {o} each." in every
-    assert "{S} [gives|gave] {n} {o} to {B}." in every
-    assert "How many {o} does {A} have now?" in every
-
-
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -279,11 +256,6 @@ def test_extract_answer(text: str, answer: int | None) -> None:
     assert extract_answer(text) == answer
 
 
-@given(st.text())
-def test_extract_answer_survives_any_text(text: str) -> None:
-    assert extract_answer(text) is None or "####" in text
-
-
 @given(
     st.text().filter(lambda text: "#" not in text),
     st.integers(-(10**9), 10**9),
@@ -291,9 +263,3 @@ def test_extract_answer_survives_any_text(text: str) -> None:
 )
 def test_extract_answer_finds_the_number_after_the_first_mark(before: str, number: int, after: str) -> None:
     assert extract_answer(f"{before}#### {number}{after}") == number
-
-
-@given(st.text())
-def test_only_the_right_number_is_correct(text: str) -> None:
-    problem = Problem("?", "1 + 1 = 2\n#### 2", 2, 1)
-    assert is_correct(problem, text) == (extract_answer(text) == 2)

@@ -125,7 +125,7 @@ def test_answers_are_the_engines(tmp_path_factory: pytest.TempPathFactory) -> No
     kinds = (["ab", "c"], ["hello"])
     found, (other, _) = sample_outputs(sampling, kinds, samples=2, model=str(pair.target))
     answers = answers_of(found)
-    with LLM(pair.target, max_model_len=32) as llm:
+    with LLM(pair.target, max_model_len=32, max_num_seqs=2) as llm:
         outputs = llm.generate([prompt for prompt in kinds[0] for _ in range(2)], use_tqdm=False)
         seed = 5 * 1_000_003 & MAX_SEED
         params = SamplingParams(max_tokens=5, temperature=0.9, seed=seed)
