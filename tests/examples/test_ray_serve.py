@@ -1,6 +1,6 @@
 """Two replicas behind Ray Serve: prompts that begin alike meet, and a replica that dies costs no answer.
 
-Each has two virtual devices of a CPU, and Ray believes that they are GPUs.
+Ray believes that there are four GPUs, two for each.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ PROMPT = "Tom has 3 books and buys 2. How many books does Tom have?"
 def client() -> Iterator[httpx.Client]:
     environment = {"PYTHONPATH": f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}", "RAY_AUTH_MODE": "disabled"}
     # Each replica compiles for itself: as in this process, without LLVM's passes.
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
-    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +45,7 @@ def client() -> Iterator[httpx.Client]:
         resources = {"num_cpus": 2, "num_gpus": 4}
         ray.init(**resources, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        arguments = "--decoding rejection -K 2 --max-num-seqs 2 --max-model-len 128 --tensor-parallel-size 2"
+        arguments = "--decoding autoregressive --max-num-seqs 1 --max-model-len 128"
         options = ray_serve.Options(replicas=2, arguments=arguments, most=2, affinity_tokens=4, gpus=2)
         serve.run(ray_serve.build(options))
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
