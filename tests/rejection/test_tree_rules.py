@@ -181,19 +181,6 @@ def test_a_chain_is_judged_as_a_chain() -> None:
     assert set(np.asarray(got.node).tolist()) == set(range(gamma + 1))
 
 
-def test_equal_models_accept_a_path_to_a_leaf() -> None:
-    """p = q and drawn siblings: the first child of every node, whatever the uniforms."""
-    shape, rng, cases = DraftTree.of((2, 3)), np.random.default_rng(0), 200
-    p = rng.dirichlet(np.full(V, 0.5), (cases, shape.size))
-    tokens = rng.integers(0, V, (cases, shape.size), np.int32)
-    judge = jax.jit(jax.vmap(lambda p, x, u: rules.tree(shape, p, p[jnp.asarray(shape.inner)], x, u, jnp.bool_(False))))
-    with jax.enable_x64(True):
-        verification = judge(*(jnp.asarray(x) for x in (p, tokens, rng.random((cases, shape.size - 1)))))
-    leaf = shape.children[shape.children[0][0]][0]
-    assert (np.asarray(verification.node) == leaf).all()
-    np.testing.assert_array_equal(verification.law, p[:, leaf])
-
-
 def test_impossible_tokens_are_rejected_even_at_zero() -> None:
     """u = 0 and p = 0 must reject, of either kind of siblings, and the token behind is one that the target can say."""
     shape, rng, cases = DraftTree.of((2, 1)), np.random.default_rng(0), 300

@@ -130,13 +130,9 @@ TWO = FormToy(vocab=4, cap=5, stop=3, regex="(ab)+")  # of two spellings, and ne
 LONG = FormToy(vocab=3, cap=5, stop=2, seed=3, regex="(a|bb)*b", spelled=LETTERS)
 RARE = FormToy(vocab=3, cap=5, stop=2, seed=5, regex="b|a(a|b)*a", spelled=LETTERS, impossible=True)
 CASES: dict[str, tuple[FormToy, dict[str, Any]]] = {
-    "one particle": (LONG, {"n_particles": 1, "gamma": 2}),
-    "two": (TWO, {"n_particles": 2, "gamma": 1, "ess_threshold": 0.95}),
-    "two, K=2": (LONG, {"n_particles": 2, "gamma": 2, "ess_threshold": 0.9, "resampling": "multinomial"}),
+    "two, power": (TWO, {"n_particles": 2, "gamma": 1, "power": 0.5, "ess_threshold": 0.95}),
     "power, no bonus": (LONG, {"n_particles": 2, "gamma": 2, "bonus": False, "power": 2.0, "ess_threshold": 1.0}),
-    "three": (LONG, {"n_particles": 3, "gamma": 2, "power": 0.5, "ess_threshold": 0.95}),
     "three, K=3": (RARE, {"n_particles": 3, "gamma": 3, "bonus": False, "ess_threshold": 0.95}),
-    "control": (LONG, {"n_particles": 2, "gamma": 2, "control": 0.5, "ess_threshold": 0.95}),
     "control, power": (TWO, {"n_particles": 2, "gamma": 2, "control": 0.1, "power": 1.5, "ess_threshold": 0.9}),
     "control 1": (RARE, {"n_particles": 2, "gamma": 2, "control": 1.0, "bonus": False, "ess_threshold": 1.0}),
 }
@@ -149,7 +145,7 @@ def test_unbiased(case: str) -> None:
     assert 0 < sum(expected.values()) < 0.9, "the form matters"
     done = enumerate_smc(toy, **config)
     assert deviation(done) < 1e-12
-    assert config["n_particles"] == 1 or done.resampled > 0.01
+    assert done.resampled > 0.01
     power = config.get("power", 1.0)
     assert sum(done.measure.values()) == pytest.approx(sum(toy.outcomes(power).values()), abs=1e-12)
 
@@ -205,10 +201,8 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
 def test_controls(mistake: str) -> None:
     config: dict[str, Any] = {"n_particles": 2, "gamma": 2, "ess_threshold": 0.9}
     config |= {"control": 0.5} if "control" in mistake else {}
-    toy = dataclasses.replace(LONG, seed=7)
-    assert deviation(enumerate_smc(toy, **config)) < 1e-12
     with mistaken(mistake):
-        assert deviation(enumerate_smc(toy, mistake, **config)) > 1e-3
+        assert deviation(enumerate_smc(dataclasses.replace(LONG, seed=7), mistake, **config)) > 1e-3
 
 
 @contextlib.contextmanager

@@ -19,9 +19,7 @@ from tests.smc.mutations import ROULETTE_MUTATIONS
 from tests.smc.test_unbiased import enumerate_smc
 
 STOP = Toy(vocab=2, cap=4, stop=1)
-WIDE = Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3, minimum=1)
 CASES: dict[str, tuple[Toy, dict[str, Any]]] = {
-    "two": (WIDE, {"n_particles": 2, "gamma": 1, "ess_threshold": 0.95}),
     "power": (STOP, {"n_particles": 2, "gamma": 1, "power": 1.5, "ess_threshold": 0.9}),
     "never resampled": (STOP, {"n_particles": 3, "gamma": 1, "bonus": False, "ess_threshold": 0.0}),
     "three, control": (STOP, {"n_particles": 3, "gamma": 2, "ess_threshold": 0.95, "control": 0.5}),

@@ -17,7 +17,6 @@ from smcjax.bench.models import Models
 from smcjax.decoding.sequences import Requests
 from smcjax.model import LayerSpec
 from smcjax.model.folding import folded_shapes
-from smcjax.model.params import param_shapes
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
 from tests.helpers import Ask, Pair, published, start, tiny_pair, tiny_params
@@ -45,27 +44,20 @@ def kv_bytes(state: smc.State) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves((state.memory.target, state.memory.draft)))
 
 
-@pytest.mark.parametrize(("page_size", "cycles"), [(1, None), (4, 3)])
-def test_no_host_and_no_copy_of_the_kv(page_size: int, cycles: int | None) -> None:
-    check_one_program(PAIR, page_size, smc.step if cycles is None else functools.partial(_run, cycles))
+def test_no_host_and_no_copy_of_the_kv() -> None:
+    check_one_program(PAIR, functools.partial(_run, 3))
 
 
 @pytest.mark.slow
-def test_no_host_and_no_copy_of_the_kv_with_sparse_attention() -> None:
+def test_no_host_and_no_copy_of_the_kv_with_sparse_attention_and_a_control() -> None:
+    options = {"control": 0.1, "early_end": True, "potentials": (smc.TokenPotential(((1, 0.5),)),)}
     sparse = SparseVerification("merged", 2, "dfs", 2)
-    check_one_program(SPARSE, 4, smc.step, calls={"TopK"}, sparse=sparse)  # XLA's own on a CPU
+    check_one_program(SPARSE, smc.step, calls={"TopK"}, sparse=sparse, **options)  # XLA's own on a CPU
 
 
-@pytest.mark.slow
-def test_no_host_and_no_copy_of_the_kv_with_a_control() -> None:
-    check_one_program(PAIR, 4, smc.step, control=0.1, early_end=True, potentials=(smc.TokenPotential(((1, 0.5),)),))
-
-
-def check_one_program(
-    pair: Pair, page_size: int, function: Any, calls: AbstractSet[str] = frozenset(), **options: Any
-) -> None:
+def check_one_program(pair: Pair, function: Any, calls: AbstractSet[str] = frozenset(), **options: Any) -> None:
     """No host, no calls out of XLA but these, no copy of the KV, and every buffer of the state donated."""
-    program = pair.program(24, page_size, gamma=2, n_particles=2, **options)
+    program = pair.program(24, 4, gamma=2, n_particles=2, **options)
     executable, state = compiled(function, program, pair=pair)
     text, memory = executable.as_text(), executable.memory_analysis()
     assert not [word for word in HOST if word in text]
@@ -101,21 +93,15 @@ def test_control_without_donation_the_kv_is_copied() -> None:
     assert CALL.findall(text)
 
 
-def lowered(implementation: str, donate: bool = True, page_size: int = 16, **options: Any) -> tuple[str, int]:
-    """A cycle with a sparse target at the 8B model's widths, lowered for CUDA, and how many buffers its state has."""
-    models = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa")
-    configs = [dataclasses.replace(config, num_layers=2) for config in (models.target_config, models.draft_config)]
-    program = smc.Program(
-        published(8, 8, **options), configs[0], configs[1], 1024, page_size, implementation=implementation
-    )
-    shapes = folded_shapes if implementation == "mosaic" else param_shapes
-    params = smc.PairParams(*(shapes(config, jnp.bfloat16) for config in configs))
+def lowered(program: smc.Program, params: smc.PairParams, donate: bool = True) -> tuple[str, int]:
+    """A cycle lowered for CUDA, and how many buffers its state has."""
 
     def begin() -> smc.State:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
         memory = program.create_memory(zeros, NUM_PAGES)
-        requests = Requests.alike(jax.random.key(0), jnp.asarray([64]), vocab_size=128_256, max_tokens=100)
-        return smc.begin(program, memory, jnp.zeros((1, 64), jnp.int32), requests, jnp.ones(1, bool))
+        vocab_size = program.target.vocab_size
+        requests = Requests.alike(jax.random.key(0), jnp.asarray([8]), vocab_size=vocab_size, max_tokens=10)
+        return smc.begin(program, memory, jnp.zeros((1, 8), jnp.int32), requests, jnp.ones(1, bool))
 
     state = jax.eval_shape(begin)
     jitted = jax.jit(functools.partial(smc.step, program), donate_argnums=(1,) if donate else ())
@@ -124,23 +110,22 @@ def lowered(implementation: str, donate: bool = True, page_size: int = 16, **opt
 
 
 KEPT = "tensor<1x8x320x64xf16>"  # scores of 64 compressed tokens by head, of 72 queries in tiles of 16
-BY_KERNELS = SparseVerification("merged", 72)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "page_size", "sparse"),
-    [("xla", 16, SparseVerification("merged", 16, "dfs", 2)), ("mosaic", 128, BY_KERNELS)],
-    ids=str,
-)
-def test_a_sparse_cycle_lowers_for_cuda(implementation: str, page_size: int, sparse: SparseVerification) -> None:
-    """Without a GPU; by groups, whose pages' compressed tokens a kernel reads where a page has eight or more."""
-    text, buffers = lowered(implementation, page_size=page_size, sparse=sparse)
-    assert ("mosaic_gpu" in text) == (implementation == "mosaic")
-    assert (KEPT in text) == (sparse == BY_KERNELS)
+def test_a_sparse_cycle_lowers_for_cuda() -> None:
+    """At the 8B model's widths, without a GPU; by groups, and a kernel reads compressed tokens of pages of 128."""
+    models = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa")
+    configs = [dataclasses.replace(config, num_layers=2) for config in (models.target_config, models.draft_config)]
+    decoding = published(8, 8, sparse=SparseVerification("merged", 72))
+    program = smc.Program(decoding, configs[0], configs[1], 1024, 128, implementation="mosaic")
+    params = smc.PairParams(*(folded_shapes(config, jnp.bfloat16) for config in configs))
+    text, buffers = lowered(program, params)
+    assert "mosaic_gpu" in text
+    assert KEPT in text
     assert not [word for word in HOST if word in text]
     assert text.count("tf.aliasing_output") == buffers
 
 
 def test_control_a_lowered_cycle_without_donation_aliases_nothing() -> None:
-    text, _ = lowered("xla", donate=False)
+    text, _ = lowered(PAIR.program(24, 4, gamma=2, n_particles=2), PAIR.params, donate=False)
     assert "tf.aliasing_output" not in text

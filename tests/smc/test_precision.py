@@ -66,10 +66,7 @@ def increments(logits: np.ndarray, tokens: np.ndarray, power: float, temperature
     return np.asarray(block.increments, np.float64)
 
 
-SETTINGS = [
-    *((1.0, 0.01), (2.0, 0.01), (10.0, 0.01), (1.0, 0.001), (100.0, 0.1), (100.0, 0.3), (300.0, 0.7)),
-    *((1000.0, 1.0), (1000.0, 2.0), (0.5, 0.7), (2.0, 1.0)),
-]
+SETTINGS = [(10.0, 0.01), (1.0, 0.001), (100.0, 0.1), (1000.0, 1.0), (1000.0, 2.0), (0.5, 0.7)]
 
 
 @pytest.mark.parametrize(("power", "temperature"), SETTINGS)

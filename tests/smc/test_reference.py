@@ -27,16 +27,13 @@ ASKS = [
 ]
 CASES: dict[str, dict[str, Any]] = {
     "always-resample": {"ess_threshold": 1.0},
-    "one-draft": {"gamma": 1, "n_particles": 2, "resampling": "stratified", "ess_threshold": 0.95},
-    "power": {"power": 2.0, "resampling": "multinomial", "ess_threshold": 0.9},
-    "no-bonus": {"bonus": False, "n_particles": 5, "resampling": "residual", "ess_threshold": 1.0},
-    "flat-power": {"power": 0.5, "draft_temperature": 1.4, "select": "best"},
-    "explainer": {"bonus": False, "gamma": 1, "n_particles": 4},
-    "one-particle": {"n_particles": 1, "power": 1.5},
-    "early end": {"early_end": True, "control": 0.3, "ess_threshold": 0.8},
+    "power": {"n_particles": 2, "power": 2.0, "resampling": "stratified", "ess_threshold": 0.95},
+    "flat-power": {"power": 0.5, "draft_temperature": 1.4, "select": "best", "resampling": "multinomial"},
+    "explainer": {"bonus": False, "gamma": 1, "n_particles": 4, "resampling": "residual"},
     "pipelined, one draft": {"pipelined": True, "gamma": 1, "n_particles": 4, "power": 1.5, "ess_threshold": 1.0},
     "pipelined, early end": {"pipelined": True, "gamma": 4, "early_end": True, "ess_threshold": 0.9},
     "control": {"control": 0.3, "power": 1.3, "draft_temperature": 1.2, "ess_threshold": 0.95},
+    "control, early end": {"control": 0.3, "early_end": True, "ess_threshold": 0.8},
 }
 
 
@@ -71,7 +68,7 @@ def test_cycle_equals_plain_python(case: str) -> None:
     program = PAIR.program(MAX_MODEL_LEN, **CASES[case])
     expected = decode(program.decoding)
     resampled = sum(cycle.resampled for result in expected for cycle in result.cycles)
-    assert resampled > 0 or program.decoding.n_particles == 1, "the case must resample to say anything"
+    assert resampled > 0, "the case must resample to say anything"
     check(program, expected)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from smcjax.smc import resampling
 from smcjax.smc.resampling import (
     _supports_plan,
     ancestors,
-    ancestors_from_counts,
     inverse_cdf,
     num_uniforms,
     offspring,
@@ -34,62 +32,38 @@ with warnings.catch_warnings():
 NEAR_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 counts = jax.jit(jax.vmap(offspring, in_axes=(None, 0, None)), static_argnums=0)
 resample = jax.jit(smc.resample, static_argnames="method")
-from_counts = jax.jit(ancestors_from_counts)
-counts_each = jax.jit(jax.vmap(offspring, in_axes=(None, 0, 0)), static_argnums=0)
-WEIGHTS = [
-    [0.2, 0.5, 0.3],
-    [0.0, 0.7, 0.3],
-    [0.25, 0.0, 0.75],
-    [0.5, 0.5, 0.0],
-    [1 / 3, 1 / 3, 1 / 3],
-    [0.0, 1.0, 0.0],
-    [0.61, 0.39],
-    [1.0],
-    [0.1, 0.2, 0.05, 0.65],
-]
 
 
-def expected_counts(method: str, weights: np.ndarray, of: Callable[..., jax.Array] = offspring) -> np.ndarray:
-    """E[counts], every cell of the uniforms integrated."""
+WEIGHTS = [[0.2, 0.5, 0.3], [0.0, 0.7, 0.3], [1 / 3, 1 / 3, 1 / 3], [0.0, 1.0, 0.0], [1.0]]
+
+
+def law_of_counts(method: str, weights: np.ndarray, squeeze: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """The counts in every cell of the uniforms, which are squeezed, and the cells' volumes; cells that are missing to
+    a round number have none."""
     cells = pieces(method, weights)
-    got = jax.vmap(lambda u: of(method, u, jnp.asarray(weights)))(jnp.asarray([u for u, _ in cells]))
-    return np.asarray([volume for _, volume in cells]) @ np.asarray(got)
+    uniforms, volumes = np.zeros((-(-len(cells) // 128) * 128, len(cells[0][0]))), np.zeros(-(-len(cells) // 128) * 128)
+    uniforms[: len(cells)], volumes[: len(cells)] = [u for u, _ in cells], [volume for _, volume in cells]
+    with jax.enable_x64(True):
+        return np.asarray(counts(method, jnp.asarray(squeeze * uniforms), jnp.asarray(weights))), volumes
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 @pytest.mark.parametrize("method", smc.SCHEMES)
 def test_counts_are_unbiased(method: str, weights: list[float]) -> None:
-    """E[offspring of i] = N·W_i exactly, and counts always sum to N."""
+    """E[offspring of i] = N·W_i exactly. Control: uniforms squeezed by half break the expectation."""
     w = np.asarray(weights)
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(expected_counts(method, w), len(w) * w, atol=1e-12)
-
-
-@pytest.mark.parametrize("method", smc.SCHEMES)
-def test_control_a_shifted_position_is_biased(method: str) -> None:
-    """Negative control: uniforms squeezed by a tenth break the expectation."""
-
-    def squeezed(method: str, uniforms: jax.Array, weights: jax.Array) -> jax.Array:
-        return offspring(method, 0.9 * uniforms, weights)
-
-    w = np.asarray([8, 28, 28]) / 64  # every edge lies on a grid of 64 midpoints, which then integrates exactly
-    axes = num_uniforms(method, 3)
-    grid = (np.indices((64,) * axes).reshape(axes, -1).T + 0.5) / 64
-    with jax.enable_x64(True):
-        exact, wrong = (
-            np.asarray(jax.vmap(lambda u, f=f: f(method, u, jnp.asarray(w)))(jnp.asarray(grid))).mean(axis=0)
-            for f in (offspring, squeezed)
-        )
-    np.testing.assert_allclose(exact, 3 * w, atol=1e-12)
-    assert np.abs(wrong - 3 * w).max() > 0.05
+    found, volumes = law_of_counts(method, w)
+    np.testing.assert_allclose(volumes @ found, len(w) * w, atol=1e-12)
+    if weights == WEIGHTS[0]:
+        assert np.abs(volumes @ law_of_counts(method, w, 0.5)[0] - len(w) * w).max() > 0.05
 
 
 @pytest.mark.parametrize("method", ["systematic", "stratified", "multinomial"])
 def test_counts_equal_blackjax_from_the_same_uniforms(method: str) -> None:
     """blackjax draws its own uniforms; with the same key and shape they are the ones that we are given here."""
     rng = np.random.default_rng(0)
-    for n in (2, 3, 8, 13):
-        weights = rng.dirichlet(np.full(n, 0.5), size=50).astype(np.float32)
+    for n in (3, 8):
+        weights = rng.dirichlet(np.full(n, 0.5), size=20).astype(np.float32)
         for trial, w in enumerate(weights):
             key = jax.random.key(trial)
             theirs = np.bincount(getattr(blackjax, method)(key, jnp.asarray(w), n), minlength=n)
@@ -103,19 +77,16 @@ def test_counts_equal_blackjax_from_the_same_uniforms(method: str) -> None:
             np.testing.assert_array_equal(counts(method, u[None], jnp.asarray(w))[0], theirs)
 
 
-@pytest.mark.parametrize("method", smc.SCHEMES)
-def test_law_of_counts_equals_blackjax(method: str) -> None:
-    """The whole law of the count vector: ours by integration, blackjax's by 20,000 draws."""
+def test_law_of_residual_counts_equals_blackjax() -> None:
+    """The whole law of the count vector of the scheme whose uniforms differ: ours by integration, theirs by draws."""
     w = np.asarray([0.12, 0.45, 0.43])
     law: dict[tuple[int, ...], float] = {}
-    cells = pieces(method, w)
-    mine = counts_each(method, jnp.asarray([u for u, _ in cells]), jnp.tile(jnp.asarray(w), (len(cells), 1)))
-    for vector, (_, volume) in zip(np.asarray(mine).tolist(), cells, strict=True):
-        law[tuple(vector)] = law.get(tuple(vector), 0.0) + volume
+    for vector, volume in zip(*law_of_counts("residual", w), strict=True):
+        law[tuple(vector.tolist())] = law.get(tuple(vector.tolist()), 0.0) + volume
     draws = 20_000
     keys = jax.random.split(jax.random.key(3), draws)
     with jax.numpy_dtype_promotion("standard"):  # blackjax's residual scheme subtracts integers from floats
-        theirs = jax.vmap(lambda key: getattr(blackjax, method)(key, jnp.asarray(w), 3))(keys)
+        theirs = jax.vmap(lambda key: blackjax.residual(key, jnp.asarray(w), 3))(keys)
     vectors, seen = np.unique(
         np.stack([(theirs == i).sum(axis=1) for i in range(3)], axis=1), axis=0, return_counts=True
     )
@@ -136,7 +107,7 @@ jitted_ancestors = jax.jit(ancestors, static_argnums=0)
 
 @given(
     method=st.sampled_from(smc.SCHEMES),
-    logs=sizes(1, 2, 3, 5, 9),
+    logs=sizes(1, 3, 9),
     dead=st.sets(st.integers(0, 8)),
     us=st.lists(st.sampled_from([0.0, 1e-7, 0.25, 0.5, 0.999999, NEAR_ONE]), min_size=9, max_size=9),
 )
@@ -162,7 +133,7 @@ def test_properties(method: str, logs: list[float], dead: set[int], us: list[flo
         assert (np.abs(c - n * w) < 1 + 1e-4).all()
 
 
-@given(st.sampled_from(smc.SCHEMES), st.sampled_from([1, 3, 6]), st.integers(0, 1000))
+@given(st.sampled_from(smc.SCHEMES), st.sampled_from([1, 6]), st.integers(0, 1000))
 def test_counts_equal_a_plain_loop(method: str, n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     w = rng.dirichlet(np.full(n, 0.7))
@@ -189,19 +160,9 @@ def test_control_a_weak_comparison_draws_a_zero_weight() -> None:
     assert inverse_cdf(jnp.zeros(1), w).tolist() == [1]
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
-def test_ancestors_move_as_little_as_possible(raw: list[int]) -> None:
-    """Each count vector gives exactly (number of zeros) moves."""
-    n = len(raw)
-    c = np.bincount(np.asarray(raw) % n, minlength=n)
-    a = np.asarray(from_counts(jnp.asarray(c, jnp.int32)))
-    np.testing.assert_array_equal(np.bincount(a, minlength=n), c)
-    assert (a != np.arange(n)).sum() == (c == 0).sum()
-
-
-@pytest.mark.parametrize("method", smc.SCHEMES)
+@pytest.mark.parametrize("method", ["systematic", "residual"])
 def test_resample_batches_and_keys(method: str) -> None:
-    """Leading axes of any rank; an array of keys makes each population's draw its own."""
+    """Leading axes of any rank; an array of keys makes each population's draw its own; systematic is the default."""
     logs = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 5)), jnp.float32)
     key = jax.random.key(7)
     assert resample(key, logs[0, 0], method).shape == (5,)
@@ -216,23 +177,19 @@ def test_resample_batches_and_keys(method: str) -> None:
         resample(jax.random.PRNGKey(7), logs[0, 0], method), resample(key, logs[0, 0], method)
     )
     assert resample(key, jnp.zeros(1), method).tolist() == [0]
-    assert sorted(resample(key, jnp.zeros(6), "systematic").tolist()) == list(range(6))
+    default = np.array_equal(resample(key, logs), whole)
+    assert default == (method == "systematic") == (method == resampling.SCHEMES[0])
 
 
-def variance_of_counts(method: str, weights: np.ndarray) -> np.ndarray:
-    """Var[offspring of i], every cell of the uniforms integrated."""
-    cells = pieces(method, weights)
-    got = np.asarray(jax.vmap(lambda u: offspring(method, u, jnp.asarray(weights)))(jnp.asarray([u for u, _ in cells])))
-    volumes = np.asarray([volume for _, volume in cells])
-    return volumes @ got.astype(float) ** 2 - (volumes @ got) ** 2
-
-
-@pytest.mark.parametrize("weights", [one for one in WEIGHTS if len(one) < 4], ids=str)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_schemes_in_the_order_of_their_variances(weights: list[float]) -> None:
     """Systematic is the least that any scheme can have, and multinomial is the binomial's N·W·(1 − W)."""
     w = np.asarray(weights)
-    with jax.enable_x64(True):
-        found = {method: variance_of_counts(method, w) for method in smc.SCHEMES}
+    found = {
+        method: volumes @ got.astype(float) ** 2 - (volumes @ got) ** 2
+        for method in smc.SCHEMES
+        for got, volumes in [law_of_counts(method, w)]
+    }
     binomial = len(w) * w * (1 - w)
     part = len(w) * w % 1  # counts of whole numbers with this mean vary by f·(1 − f) at least
     np.testing.assert_allclose(found["multinomial"], binomial, atol=1e-12)
@@ -242,16 +199,6 @@ def test_schemes_in_the_order_of_their_variances(weights: list[float]) -> None:
         assert (found["systematic"] <= found[method] + 1e-12).all()
     if weights == WEIGHTS[0]:
         assert found["stratified"].sum() < found["multinomial"].sum() - 0.1, "control: the orders are strict"
-
-
-def test_second_example_of_the_explainer() -> None:
-    """A particle of weight .9 among four is "copied roughly 3.6 times": 3 or 4 times, 3.6 in the mean."""
-    w = np.asarray([0.9, 0.1 / 3, 0.1 / 3, 0.1 / 3])
-    with jax.enable_x64(True):
-        cells = pieces("systematic", w)
-        got = np.asarray([offspring("systematic", jnp.asarray(u), jnp.asarray(w)) for u, _ in cells])
-    assert set(got[:, 0].tolist()) == {3, 4}
-    np.testing.assert_allclose(np.asarray([volume for _, volume in cells]) @ got[:, 0], 3.6, atol=1e-12)
 
 
 def test_resample_refuses_an_unknown_scheme() -> None:
@@ -277,7 +224,7 @@ def test_worked_example_of_the_explainer() -> None:
     assert bool(must_resample(ess, 4, 0.9)), "control: at another threshold the same weights do resample"
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("n", [1, 3, 1000])
 def test_equal_weights_never_fire(n: int) -> None:
     """ESS = N to rounding, and the factor 1 − 1e-6 keeps threshold 1 from firing."""
     level = jnp.asarray(np.random.default_rng(n).uniform(-50, 50, 100), jnp.float32)
@@ -290,9 +237,3 @@ def test_equal_weights_never_fire(n: int) -> None:
 def test_ess_edges() -> None:
     logs = jnp.asarray([[-jnp.inf] * 3, [0.0, -jnp.inf, -jnp.inf], [-1e30, -1e30, -jnp.inf]])
     assert effective_sample_size(logs).tolist() == [0.0, 1.0, 2.0]
-
-
-def test_systematic_is_the_default_of_the_public_function() -> None:
-    logs, key = jnp.asarray([0.0, 1.0, 2.0, -1.0]), jax.random.key(5)
-    np.testing.assert_array_equal(resample(key, logs), resample(key, logs, "systematic"))
-    assert resampling.SCHEMES[0] == "systematic"

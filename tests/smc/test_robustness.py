@@ -121,20 +121,6 @@ def test_rows_without_weight_are_never_drawn(dead: set[int]) -> None:
         assert not set(np.asarray(select(PROGRAM, drawn)).tolist()) & dead
 
 
-def test_a_group_ends_when_only_rows_without_weight_go_on() -> None:
-    """Rows of weight −inf count as finished; a group in which nothing else is live has ended, and has not failed."""
-    state = start(PROGRAM, PAIR.params, ASKS)
-    finished = state.sequences.finished.at[0].set(True).at[1].set(True)
-    weights = state.log_weight.at[0, 2].set(-jnp.inf)
-    ended = cycle.update_running(
-        dataclasses.replace(
-            state, sequences=dataclasses.replace(state.sequences, finished=finished), log_weight=weights
-        )
-    )
-    assert ended.running.tolist() == [False, True, True]
-    assert not ended.failed.any()
-
-
 def test_no_key_is_used_twice_nor_as_a_parent() -> None:
     """Every draw's key differs from every other's, and none is a key that others are folded from."""
     n, gamma, cycles = 9, 4, 3
@@ -160,17 +146,6 @@ def test_no_key_is_used_twice_nor_as_a_parent() -> None:
     assert not set(data(used)) & set(data(parents))
     naive = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, 0), 3))(requests)
     assert set(data([naive])) <= set(data(parents)), "control: a small purpose would be some row's parent key"
-
-
-def test_keys_are_what_the_contract_says() -> None:
-    """fold_in(request key, cycle, row, purpose, column), by plain calls."""
-    key = jax.random.key(3)
-    got = column_keys(row_keys(key[None], jnp.asarray([5]), 4, Purpose.DRAFT), 2)
-    for row in range(4):
-        want = key
-        for part in (5, row, int(Purpose.DRAFT), 2):
-            want = jax.random.fold_in(want, part)
-        np.testing.assert_array_equal(jax.random.key_data(got[row]), jax.random.key_data(want))
 
 
 def common_prefix(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -241,11 +216,10 @@ def propose_and_verify(program: smc.Program, params: smc.PairParams, prompts: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("power", [0.5, 2.0])
-def test_matched_temperatures_leave_the_log_normaliser(power: float) -> None:
+def test_matched_temperatures_leave_the_log_normaliser() -> None:
     """Law 1: draft = target and T_q = T_p/α → each draft increment is its column's LSE(αℓ/T) − α·LSE(ℓ/T)."""
     params = smc.PairParams(PAIR.params.target, PAIR.params.target)
-    temperature = 0.8
+    temperature, power = 0.8, 2.0
     for factor in (1.0, 1.3):  # the control: another draft temperature
         config = published(4, 3, power=power, draft_temperature=temperature / power * factor)
         program = smc.Program(config, PAIR.target, PAIR.target, MAX_MODEL_LEN, page_size=4)
@@ -273,27 +247,25 @@ def test_increments_by_hand() -> None:
         assert jnp.isfinite(bonus_increment(power, jnp.asarray([0.0, -jnp.inf])))
 
 
-@pytest.mark.parametrize(
-    ("n", "prompt", "max_tokens"), [(1, (2,), 1), (3, (2,), 2), (1, (1, 2) * 11 + (3,), 9), (3, (1, 2, 3), 8)]
-)
-def test_edges(n: int, prompt: tuple[int, ...], max_tokens: int) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_edges(n: int) -> None:
     """Law 7: one particle, a prompt of one token, one token to generate, a prompt that leaves room for one."""
     program = PAIR.program(MAX_MODEL_LEN, n_particles=n, gamma=1, ess_threshold=1.0)
-    ask = Ask(prompt, max_tokens, seed=4)
-    state, infos = finish(program, PAIR.params, start(program, PAIR.params, [ask]))
+    asks = [Ask((2,), 1, seed=4), Ask((2,), 2, seed=4), Ask((1, 2) * 11 + (3,), 9, seed=4), Ask((1, 2, 3), 8, seed=4)]
+    state, infos = finish(program, PAIR.params, start(program, PAIR.params, asks))
     assert not state.failed.any()
-    wanted = ask.limit(MAX_MODEL_LEN) - len(prompt)
-    assert [len(row) for row in outputs(state)[0]] == [wanted] * n
-    assert len(infos) == -(-(wanted - 1) // 2)
+    for group, ask in enumerate(asks):
+        wanted = ask.limit(MAX_MODEL_LEN) - len(ask.prompt)
+        assert [len(row) for row in outputs(state)[group]] == [wanted] * n
+        assert sum(bool(info.ran[group]) for info in infos) == -(-(wanted - 1) // 2)
     assert jnp.isfinite(smc.log_evidence(state)).all()
 
 
 def test_the_first_cycle_writes_nothing_to_a_prompts_full_page() -> None:
     """It may be shared: KV of the token before the last is there, and what would write it anew goes to the trash."""
-    program = PAIR.program(MAX_MODEL_LEN, page_size=4)
-    state = start(program, PAIR.params, [Ask((1, 3, 0, 2), 11, seed=2)])
+    state = start(PROGRAM, PAIR.params, [Ask((1, 3, 0, 2), 11, seed=2, **FREE), *ASKS[1:]])
     page = int(state.sequences.block_table[0, 0])
     draft = jax.tree.map(lambda leaf: leaf.at[page].multiply(2.0), state.memory.draft)
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=draft))
-    after, _ = step(program, PAIR.params, state)
+    after, _ = step(PROGRAM, PAIR.params, state)
     chex.assert_trees_all_equal(*(jax.tree.map(lambda leaf: leaf[page], one) for one in (after.memory.draft, draft)))

@@ -67,39 +67,41 @@ def host(state: smc.State) -> Any:
 def populations(config: dict[str, Any], asked: Callable[[int], bool] = lambda cycle: True) -> list[Any]:
     """Final tokens, lengths, weights and log Ẑ of groups whose values come two cycles late, behind cycles `asked`."""
     program = PAIR.program(MAX_MODEL_LEN, **{"n_particles": 3, "ess_threshold": 0.9, **MILD, **config})
-    step = functools.partial(smc.step, program, PAIR.params)
     cycles = ASK.max_tokens - 1 + program.decoding.pipelined
 
     @jax.jit
-    def decode(seed: jax.Array) -> tuple[jax.Array, ...]:
+    def begin() -> tuple[smc.State, jax.Array]:
         prompts, requests = batch([ASK], V, MAX_MODEL_LEN)
         prompts = jnp.tile(prompts, (GROUPS, 1))
         requests = jax.tree.map(lambda x: jnp.repeat(x, GROUPS, axis=0), requests)
-        requests = dataclasses.replace(requests, key=jax.random.split(jax.random.key(seed), GROUPS))
+        requests = dataclasses.replace(requests, key=jax.random.split(jax.random.key(0), GROUPS))
         state = smc.init(program, PAIR.params, prompts, requests)
-        told, resampled = [host(state)], jnp.zeros(GROUPS, bool)
-        for cycle in range(1, cycles + 1):
-            known = jnp.full(GROUPS, cycle > 2 and asked(cycle - 2))
-            values = TextValues(told[max(cycle - 2, 0)], known, jnp.zeros(GROUPS, bool))
-            state, info = steered(step, state, values)
-            resampled |= info.resampled & info.ran
-            told.append(host(state))
-        tokens, length = rows(state)
-        final = log_value(tokens, length, whole=True)
-        dead = jnp.isneginf(state.log_weight) | jnp.isneginf(final)
-        log_weight = jnp.where(dead, -jnp.inf, state.log_weight + final - state.log_text_potential)
-        return tokens, length, log_weight, state.log_evidence, resampled, state.running, state.failed
+        return state, host(state)
 
-    parts = [decode(seed) for seed in range(3)]
-    found = [np.concatenate([np.asarray(part[i]) for part in parts]) for i in range(7)]
-    assert not found[5].any()
-    assert found[4].mean() > 0.1
-    return found
+    @jax.jit
+    def advance(state: smc.State, values: TextValues) -> tuple[smc.State, smc.Info, jax.Array]:
+        state, info = steered(functools.partial(smc.step, program, PAIR.params), state, values)
+        return state, info, host(state)
+
+    state, first = begin()
+    told, resampled = [first], np.zeros(GROUPS, bool)
+    for cycle in range(1, cycles + 1):
+        known = jnp.full(GROUPS, cycle > 2 and asked(cycle - 2))
+        state, info, said = advance(state, TextValues(told[max(cycle - 2, 0)], known, jnp.zeros(GROUPS, bool)))
+        resampled |= np.asarray(info.resampled & info.ran)
+        told.append(said)
+    assert not state.running.any()
+    assert resampled.mean() > 0.1
+    tokens, length = rows(state)
+    final = log_value(tokens, length, whole=True)
+    dead = jnp.isneginf(state.log_weight) | jnp.isneginf(final)
+    log_weight = jnp.where(dead, -jnp.inf, state.log_weight + final - state.log_text_potential)
+    return [*map(np.asarray, (tokens, length, log_weight, state.log_evidence, state.failed))]
 
 
 def z_scores(found: list[Any]) -> dict[str, float]:
     """How many standard errors Ẑ·Σ W_i f(x_i) is off, for each f; groups without a weight count as 0."""
-    tokens, length, log_weight, log_evidence, *_, failed = found
+    tokens, length, log_weight, log_evidence, failed = found
     law = exact.outcomes(reference.language_model(PAIR.target, PAIR.params.target, MAX_MODEL_LEN), ASK, MAX_MODEL_LEN)
     weight = np.where(failed[:, None], 0.0, np.exp(log_weight + log_evidence[:, None])) / log_weight.shape[1]
     padded = np.where(np.arange(tokens.shape[-1]) < length[..., None], tokens, -1).reshape(-1, tokens.shape[-1])
