@@ -105,7 +105,7 @@ SPELLED = (b"a", b"b", b"aa", b"", b"c")
 STOP = 3
 REGEX = "([bc]a+)+"  # behind a b or c tokens 0 and 2 may come, and the head has 1, 3 and 4
 ASK = Ask((1, 2), max_tokens=4, stops=(STOP,), temperature=0.8)
-EACH = 1024  # requests of a kind
+EACH = 512  # requests of a kind
 MOST = 5.5  # standard deviations of χ² above its mean, for the right law
 
 DRAFT = tiny_config(V, num_layers=1, hidden_size=6, num_heads=1, head_dim=6)
@@ -115,7 +115,7 @@ EAGLE, EAGLE_PARAMS = head_of(PRUNED)
 
 
 CASES: dict[str, tuple[Any, Any]] = {
-    "three candidates": (Rejection(gamma=2, n_candidates=3, draft_temperature=1.5), DRAFT),
+    "two candidates": (Rejection(gamma=2, n_candidates=2, draft_temperature=1.5), DRAFT),
     "lopsided tree": (Rejection(tree=(-1, 0, 0, 2, 2, 0, 3)), DRAFT),
     "tree of top tokens": (Rejection(tree=(2, 2, 1), siblings="top", order="dfs"), DRAFT),
     "n-grams": (Rejection(gamma=3), NGram()),
@@ -252,7 +252,7 @@ def mistakes(name: str, state: Any) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "particles"])
 def test_every_kind_has_its_law(name: str) -> None:
-    """χ² of 1,024 answers a kind against each answer's exact probability, and each token's log-probability.
+    """χ² of 512 answers a kind against each answer's exact probability, and each token's log-probability.
 
     Negative control: the answers of one kind are far from the law of another.
     """
@@ -295,7 +295,7 @@ def test_control_likeliest_drafts_that_are_said_to_be_drawn(patch_programs: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["three candidates", "lopsided tree"])
+@pytest.mark.parametrize("name", ["two candidates", "lopsided tree"])
 def test_drafts_have_the_law_of_their_request(name: str) -> None:
     """q of every position of a chain, and behind every node of a tree, is the draft's own law, adjusted and masked."""
     each, (_, program, params) = 16, program_of(name)

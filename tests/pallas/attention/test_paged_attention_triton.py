@@ -100,7 +100,7 @@ def test_windows_scales_and_a_first_slot(how: dict[str, Any], splits: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("lengths", "how"), [([90, 84, 87], {"window": 45}), ([70, 0, 75], {}), ([0, 75, 70], {}), ([0, 0, 0], {})], ids=str
+    ("lengths", "how"), [([90, 84, 87], {"window": 45}), ([0, 75, 70], {}), ([0, 0, 0], {})], ids=str
 )
 def test_a_groups_common_prefix_is_read_by_all_its_rows(lengths: list[int], how: dict[str, Any]) -> None:
     """Two groups, one of which shares nothing; dead rows, the first one among them; a tile of several rows."""
@@ -206,8 +206,14 @@ def test_a_program_has_one_custom_call_and_another_where_shares_are_merged(name:
     assert lowered(attend, *arrays).count("custom_call @triton_kernel_call_ffi") == calls
 
 
-@pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        *(("8B verify shared", target) for target in TARGETS),
+        *(("8B verify", 100), ("8B prompt", 90), ("1B shared", 89), ("float32", 80)),
+        *(("Gemma 1B", 120), ("Gemma prompt", 89), ("Gemma float32", 120)),  # of targets with the least shared memory
+    ],
+)
 def test_the_kernels_are_compiled_for_every_target(name: str, capability: int) -> None:
     attend, arrays = attention_of(**REAL[name])
     for cubin in compiled(capability, attend, *arrays):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from smcjax.pallas.attention.prefix_plan import Sharing
 from smcjax.pallas.attention.shared_dealing import AHEAD, FIELDS, assign_tasks, assignments, skipped_rounds_of
@@ -50,6 +50,7 @@ def test_every_task_is_dealt_once_and_evenly(splits: int, chunks: int, pieces: i
 
 
 @pytest.mark.slow
+@settings(max_examples=25)
 @given(st.integers(0, 40), st.integers(0, 40), st.sampled_from([64, 128]))
 def test_kernels_find_an_assignment_and_its_first_chunks(chunks: int, pieces: int, chunk: int) -> None:
     splits, width = (3, 2), chunk // 16 + 2

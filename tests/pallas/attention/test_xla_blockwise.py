@@ -43,8 +43,7 @@ def case(
     }
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 33), (4, 1), (4, 9)])
+@pytest.mark.parametrize(("rows", "columns", "page_size"), [(1, 1, 1), (1, 33, 5), (4, 1, 16), (4, 9, 64)])
 def test_equals_the_dense_reference(rows: int, columns: int, page_size: int) -> None:
     lengths = [columns, columns + 1, 64, 300][-rows:]
     inputs = case(rows, columns, page_size, lengths, table_slots=513)
@@ -54,8 +53,10 @@ def test_equals_the_dense_reference(rows: int, columns: int, page_size: int) -> 
     assert np.abs(np.asarray(_blockwise(**inputs)) - want).max() > 1e-4, "control: the mask matters"
 
 
-@pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 63, 65, 200, 1000])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 33), (4, 9)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "window"),
+    [(1, 1, 1), (1, 1, 16), (1, 33, 3), (1, 33, 63), (4, 9, 15), (4, 9, 17), (4, 9, 65), (4, 9, 200), (4, 9, 1000)],
+)
 def test_windows_equal_the_dense_reference(rows: int, columns: int, window: int) -> None:
     """Windows about a page, about a block, longer than a row; also with a scale and heads as Gemma has them."""
     inputs = case(rows, columns, 16, [columns, columns + 1, 64, 300][-rows:], table_slots=513, dim=256)
@@ -85,11 +86,11 @@ def test_is_what_a_cpu_runs() -> None:
     assert "stablehlo.while" not in _dense.lower(**inputs).as_text(), "control"
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     mine=st.integers(3, 1000),
     others=st.lists(st.integers(3, 1000), min_size=2, max_size=2),
-    window=st.sampled_from([1, 3, 63, 64, 65, 100, 300, None]),
+    window=st.sampled_from([1, 65, 300, None]),
 )
 @example(mine=40, others=[41, 1000], window=None)
 @example(mine=900, others=[901, 10], window=70)
@@ -138,12 +139,3 @@ def test_blocks_are_as_many_as_the_longest_row_needs() -> None:
     touched = np.asarray(_blockwise(**inputs))
     assert np.isnan(touched[1]).all(), "control: what counts as written is read"
     np.testing.assert_array_equal(touched[0], clean[0])
-
-
-def test_rows_without_kv_leave_others_alone() -> None:
-    """A frozen row has length 0 and may stand anywhere: its numbers mean nothing and cost no block."""
-    inputs = case(2, 1, 16, [40, 41], table_slots=1024)
-    clean = np.asarray(_blockwise(**inputs))[0]
-    inputs["lengths"] = jnp.asarray([40, 0], jnp.int32)
-    inputs["positions"] = jnp.asarray([[39], [1000]], jnp.int32)
-    np.testing.assert_array_equal(np.asarray(_blockwise(**inputs))[0], clean)

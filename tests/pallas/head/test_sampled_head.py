@@ -52,7 +52,6 @@ def check(arguments: tuple[jax.Array, ...], *, interpret: Any = None) -> None:
     ("rows", "vocab", "hidden"),
     [
         (5, 2 * IDS, 128),  # one tile, of 64 rows
-        (ROWS, 4 * IDS, 64),
         (40, 3 * IDS, 64),  # an odd number of 128 ids, so tiles of 128 rows
         (2 * ROWS + 3, 2 * IDS, 64),  # two groups of rows
     ],
@@ -102,7 +101,7 @@ def test_applies_where_it_says() -> None:
         assert not supports(**(shape | other))
 
 
-@pytest.mark.parametrize(("rows", "vocab", "hidden"), [(64, 128_256, 2048), (256, 128_256, 2048), (100, 151_936, 1536)])
+@pytest.mark.parametrize(("rows", "vocab", "hidden"), [(64, 128_256, 2048), (100, 151_936, 1536)])
 def test_lowers_for_cuda(rows: int, vocab: int, hidden: int) -> None:
     shapes = jax.eval_shape(functools.partial(case, rows, vocab, hidden))
     text = sampled_head_mosaic.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

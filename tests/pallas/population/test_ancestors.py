@@ -62,8 +62,7 @@ def check(groups: int, n: int, method: str, interpret: Any) -> None:
     assert (ancestors[~resampled] == np.arange(n)).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize(("method", "n"), [*zip(METHODS, (3, 8, 1), strict=True)])
 def test_equals_the_plain_functions(method: str, n: int) -> None:
     check(20, n, method, plgpu.InterpretGPUParams())
 

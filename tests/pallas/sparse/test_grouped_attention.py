@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,7 +175,7 @@ def test_tasks_are_found_without_sorting_and_without_the_host() -> None:
     assert "stablehlo.sort" in jax.jit(jnp.sort).lower(shapes[1]).as_text()
 
 
-@pytest.mark.parametrize("size", [1, 32, 33, 1025, 40_000])
+@pytest.mark.parametrize("size", [1, 33, 40_000])
 def test_places_of_flags(size: int) -> None:
     """Few and many flags, of lengths that take up to four levels of counts, and none; rows are apart."""
     rng, width = np.random.default_rng(size), min(size, 300)
@@ -187,33 +186,6 @@ def test_places_of_flags(size: int) -> None:
         assert many == len(want)
         np.testing.assert_array_equal(found[:many], want)
         assert ((found >= 0) & (found < size)).all()
-
-
-@settings(max_examples=30)
-@given(seed=st.integers(0, 2**32 - 1), disjoint=st.booleans())
-def test_a_union_is_no_more_than_what_each_query_adds(seed: int, disjoint: bool) -> None:
-    """At most the first set and what each set has that the one before has not, which disjoint sets reach.
-
-    For C sets of n blocks of which neighbours share a mean fraction ρ that is n · (1 + (C − 1)(1 − ρ)).
-    """
-    case = CASES[0]._replace(most=4, pages=24)
-    d, size = drawn(case, seed), case.size
-    if disjoint:
-        blocks = np.random.default_rng(seed).permutation(case.blocks).reshape(case.queries, 4)
-        chosen = (blocks[:, None, :, None] == np.arange(case.blocks)).any(axis=2)
-        d = d._replace(selected=np.broadcast_to(chosen, d.selected.shape))
-    number = tasks_of(case, d).number
-    for request, group, of in np.ndindex(*number.shape):
-        sets = [set(np.flatnonzero(d.selected[request, query, of])) for query in d.groups.order]
-        sets = sets[group * size : (group + 1) * size]
-        added = [len(after - before) for before, after in itertools.pairwise(sets)]
-        bound = len(sets[0]) + sum(added)
-        assert max(map(len, sets)) <= number[request, group, of] <= bound
-        if disjoint:
-            assert number[request, group, of] == bound
-        if len(sets) > 1 and all(len(one) == 4 for one in sets):
-            overlap = sum(len(a & b) for a, b in itertools.pairwise(sets)) / (4 * (len(sets) - 1))
-            assert bound == pytest.approx(4 * (1 + (len(sets) - 1) * (1 - overlap)))
 
 
 def alone(case: Case, d: Drawn) -> Part:
@@ -325,7 +297,7 @@ def test_spans_are_sets_of_units(case: Case) -> None:
     assert all((np.asarray(x) == np.asarray(x)[:, :, :1]).all() for x in tasks)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_runs_are_the_units_that_are_seen(seed: int) -> None:
     """Queries with one table: tasks are those that counting flags finds, also with queries that see nothing.
 
@@ -366,7 +338,7 @@ def golden_rows() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return json.loads(str(arrays.pop("options"))), arrays
 
 
-@pytest.mark.parametrize("size", [1, 5, 12])
+@pytest.mark.parametrize("size", [1, 12])
 def test_golden_rows(size: int) -> None:
     """Rows that share pages: outputs, windows, and how many pages are read for all of them and for each."""
     o, a = golden_rows()

@@ -37,18 +37,7 @@ def shuffled(queries: int, size: int) -> QueryGroups:
     [
         ((2, 27, 2, 40), QueryGroups.of_rows(1, 27, "dfs", 9), 1, 2, 20, 1, 12),  # more tasks than count
         ((1, 80, 1, 300), shuffled(80, 40), 2, 1, 599, 1, 500),  # two words of queries; half of the last block has one
-        ((1, 5, 2, 5), QueryGroups.of_rows(1, 5, "dfs", 5), 4, 4, 5, 1, 21),  # blocks that no four fill
-        ((2, 70, 1, 8), QueryGroups.of_rows(1, 70, "dfs", 64), 1, 2, 4, 1, 8),  # the last group has six
         ((1, 50, 1, 9), shuffled(50, 33), 1, 2, 5, 3, 20),  # up to three pages at a place; the last group has 17
-        (
-            (1, 12, 1, 130),
-            QueryGroups.of_rows(2, 6, "bfs", 6),
-            2,
-            1,
-            259,
-            2,
-            300,
-        ),  # the same, of several blocks a thread
     ],
 )
 @pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
