@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
+from smcjax.decoders import Decoding
 from smcjax.decoding.drafts.fused_step import fused_step_shape
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.model.params import param_shapes
@@ -50,29 +51,42 @@ def saved(config: ModelConfig, seed: int, path: Path) -> str:
     return str(path)
 
 
-@functools.cache
-def plain_answers(pair: tuple[str, str], n_particles: int, draft_quantization: str | None) -> list[RequestOutput]:
-    """Returns the answers that plain XLA gives to 512 seeded requests."""
-    return answers(pair, n_particles, draft_quantization, "xla", 64)
-
-
 def answers(
-    pair: tuple[str, str], n_particles: int, draft_quantization: str | None, implementation: str, max_num_seqs: int
+    pair: tuple[str, str], decoding: Decoding, implementation: str, max_num_seqs: int, count: int, **asked: Any
 ) -> list[RequestOutput]:
-    """512 seeded requests."""
-    decoding = SMC(n_particles=n_particles, gamma=4, ess_threshold=0.9, control=0)
+    """The answers to so many seeded requests."""
     with LLM(
         pair[0],
         draft_model=pair[1],
-        draft_quantization=draft_quantization,
+        draft_quantization=asked.pop("draft_quantization", None),
         decoding=decoding,
         max_model_len=256,
         max_num_seqs=max_num_seqs,
         implementation=implementation,
         compile_at_start=False,
     ) as llm:
-        params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(512)]
-        return llm.generate(PROMPTS * 64, params, use_tqdm=False)
+        params = [SamplingParams(max_tokens=24, seed=seed, **asked) for seed in range(count)]
+        return llm.generate(PROMPTS * (count // len(PROMPTS)), params, use_tqdm=False)
+
+
+plain_answers = functools.cache(answers)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def evidence(output: RequestOutput) -> float:
+    assert output.smc is not None
+    return output.smc.log_evidence
+
+
+def assert_alike(figure: Callable[[RequestOutput], float], *runs: list[RequestOutput]) -> None:
+    """The means of two runs' figures agree."""
+    mine, other = (np.array([figure(output) for output in run]) for run in runs)
+    z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
+    assert abs(z) < 4
+    assert mine.std() > 0
 
 
 @pytest.mark.parametrize(
@@ -106,12 +120,11 @@ def test_repeatable_and_of_the_same_law_as_plain_xla(
         with implementations(implementation):
             shape = fused_step_shape(DRAFT, draft, view, columns)
         assert (None if shape is None else shape.rows) == rows
-    first, second = (answers(pair, n_particles, draft_quantization, implementation, max_num_seqs) for _ in range(2))
-    plain = plain_answers(pair, n_particles, draft_quantization)
-    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
-    mine, other = (np.array([o.smc.log_evidence for o in run if o.smc is not None]) for run in (first, plain))
-    z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
-    assert abs(z) < 4
+    decoding = SMC(n_particles=n_particles, gamma=4, ess_threshold=0.9, control=0)
+    how = {"draft_quantization": draft_quantization}
+    first, second = (answers(pair, decoding, implementation, max_num_seqs, 512, **how) for _ in range(2))
+    assert tokens_of(first) == tokens_of(second)
+    assert_alike(evidence, first, plain_answers(pair, decoding, "xla", 64, 512, **how))
     # Only after a resampling do pages diverge from the prompt's sharing; most requests must have had one.
     assert np.mean([o.metrics.resamples > 0 for o in first]) > 0.5
 
@@ -122,30 +135,11 @@ def test_rejection_is_repeatable_and_of_the_same_law_as_plain_xla(
 ) -> None:
     """Drafted by the persistent step, whose laws are made again from what it leaves: accepted and judged alike."""
     decoding = Rejection(gamma=4, n_candidates=n_candidates)
-    params = [SamplingParams(max_tokens=24, seed=seed, logprobs=0) for seed in range(256)]
-    runs = []
-    for implementation, max_num_seqs in ((kernels, 2), (kernels, 2), ("xla", 32)):
-        with LLM(
-            pair[0],
-            draft_model=pair[1],
-            decoding=decoding,
-            max_model_len=256,
-            max_num_seqs=max_num_seqs,
-            implementation=implementation,
-            compile_at_start=False,
-        ) as llm:
-            runs.append(llm.generate(PROMPTS * 32, params, use_tqdm=False))
-    first, second, plain = runs
-    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
-    figures: list[Callable[[RequestOutput], float]] = [
-        lambda o: sum(o.outputs[0].logprobs or []),
-        lambda o: o.metrics.mean_accepted_length or 0.0,
-    ]
-    for figure in figures:
-        mine, other = (np.array([figure(o) for o in run]) for run in (first, plain))
-        z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
-        assert abs(z) < 4
-        assert mine.std() > 0
+    first, second = (answers(pair, decoding, kernels, 2, 256, logprobs=0) for _ in range(2))
+    assert tokens_of(first) == tokens_of(second)
+    plain = answers(pair, decoding, "xla", 32, 256, logprobs=0)
+    assert_alike(lambda output: sum(output.outputs[0].logprobs or []), first, plain)
+    assert_alike(lambda output: output.metrics.mean_accepted_length or 0.0, first, plain)
 
 
 @pytest.mark.parametrize(("kernels", "control"), [("auto", 0.1), ("auto", 1.0), ("triton", 0.1)])
@@ -153,27 +147,13 @@ def test_controlled_populations_are_of_the_same_law_as_plain_xla(
     pair: tuple[str, str], kernels: str, control: float
 ) -> None:
     """No request fails, log Ẑ agrees with plain XLA's, and at control 1 every weight is exactly 1."""
-    params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(256)]
-    runs = []
-    for implementation, max_num_seqs in ((kernels, 2), ("xla", 32)):
-        with LLM(
-            pair[0],
-            draft_model=pair[1],
-            decoding=SMC(8, 4, control=control, ess_threshold=0.9),
-            max_model_len=256,
-            max_num_seqs=max_num_seqs,
-            implementation=implementation,
-            compile_at_start=False,
-        ) as llm:
-            runs.append(llm.generate(PROMPTS * 32, params, use_tqdm=False))
+    decoding = SMC(8, 4, control=control, ess_threshold=0.9)
+    runs = [answers(pair, decoding, kernels, 2, 256), answers(pair, decoding, "xla", 32, 256)]
     assert not [output.error for run in runs for output in run if output.error is not None]
-    mine, other = (np.array([o.smc.log_evidence for o in run if o.smc is not None]) for run in runs)
     if control == 1.0:
-        assert (mine == 0).all()
-        return
-    z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
-    assert abs(z) < 4
-    assert mine.std() > 0
+        assert {evidence(output) for output in runs[0]} == {0.0}
+    else:
+        assert_alike(evidence, *runs)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
