@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from smcjax import LLM, SMC
 from smcjax.cli.main import main
 from tests.checkpoints import Pair, write_pair
 
@@ -43,7 +44,15 @@ def smcjax(capfd: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
+@pytest.fixture(scope="session")
+def _kept(pair: Pair) -> Iterator[None]:
+    """Keeps the programs of `-N 3 -K 2` as long as the session lasts."""
+    sizes = {"max_model_len": 48, "page_size": 4, "max_num_seqs": 1}
+    with LLM(pair.target, draft_model=pair.draft, decoding=SMC(3, 2), **sizes):
+        yield
+
+
 @pytest.fixture
-def models(pair: Pair) -> list[str]:
+def models(pair: Pair, _kept: None) -> list[str]:
     """The options that name the pair and keep programs small."""
     return ["--model", pair.target, "--draft-model", pair.draft, "--max-model-len", "48", "--page-size", "4"]
