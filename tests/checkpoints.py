@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from smcjax.model import ModelConfig, Params, init_params, save_checkpoint
+from smcjax.errors import CheckpointError
+from smcjax.model import ModelConfig, Params, init_params, load_checkpoint, save_checkpoint
 
 GOLDEN = Path(__file__).parent / "data" / "hf_golden"
 BOS, EOS = 256, 257
@@ -31,6 +33,19 @@ class Pair:
 
     target: str
     draft: str
+
+
+def refusal(path: Path | str, *words: str, quantization: str | None = None) -> str:
+    """The one sentence that refuses to load a model, which has these words and names its place."""
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path, quantization=quantization)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert str(path) in message
+    assert len(message.replace(str(path), "")) < 500
+    for word in words:
+        assert word in message
+    return message
 
 
 def write_tokenizer(directory: Path, **changes: Any) -> None:

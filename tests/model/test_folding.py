@@ -24,12 +24,9 @@ from smcjax.sparse.nsa import NSA
 from tests.helpers import tiny_config
 
 VARIANTS: list[dict[str, Any]] = [
-    *({}, {"qk_norm": "head"}, {"qkv_bias": True}, {"mlp_bias": True, "o_bias": True}),
-    *({"post_norms": True, "o_bias": True}, {"activation": "gelu_tanh"}),
-    *(
-        {"attention": NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=3, kv=kv)}
-        for kv in ("per_branch", "shared")
-    ),
+    *({}, {"qk_norm": "head", "qkv_bias": True}, {"mlp_bias": True, "o_bias": True}),
+    {"post_norms": True, "o_bias": True, "activation": "gelu_tanh"},
+    {"attention": NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=3)},
 ]
 
 

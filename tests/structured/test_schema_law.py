@@ -132,7 +132,7 @@ def test_answers_of_random_schemas(compiler: Compiler) -> None:
     """And whatever plain value such a schema with a type takes, its automaton takes too."""
     taken = []
 
-    @settings(max_examples=60, database=None)
+    @settings(max_examples=30, database=None)
     @hypothesis.given(schemas())
     def every(schema: dict[str, Any]) -> None:
         broken, automaton = law(compiler, schema, schema)

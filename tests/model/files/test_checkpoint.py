@@ -24,19 +24,10 @@ from smcjax.model import init_params, load_checkpoint, save_checkpoint
 from smcjax.model.files import checkpoint
 from smcjax.model.files.checkpoint import load_config, resolve_model_path
 from smcjax.model.files.hf_config import config_from_hf
+from tests.checkpoints import refusal
 
 RAW = make_config("llama", num_hidden_layers=1)
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
-
-
-def _raises(directory: Path, *words: str) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(directory)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    return message
 
 
 def test_dtypes_in_memory(tmp_path: Path) -> None:
@@ -108,28 +99,28 @@ def test_tied_embeddings_beside_a_head(tmp_path: Path, monkeypatch: pytest.Monke
 def test_names_and_shapes_are_accounted_for(tmp_path: Path) -> None:
     weights = random_weights(RAW)
     write_directory(tmp_path, RAW, {name: value for name, value in weights.items() if name != K_PROJ})
-    assert "unexpected" not in _raises(tmp_path, "missing", K_PROJ)
+    assert "unexpected" not in refusal(tmp_path, "missing", K_PROJ)
 
     extra = {f"model.layers.{index}.mlp.up_proj.weight": np.ones((48, 32), np.float32) for index in range(1, 6)}
     write_directory(tmp_path, RAW, {**weights, **extra})
-    assert "missing" not in _raises(tmp_path, "unexpected", "model.layers.1.mlp", "(5 in all)")
+    assert "missing" not in refusal(tmp_path, "unexpected", "model.layers.1.mlp", "(5 in all)")
 
     write_directory(tmp_path, RAW, {**weights, K_PROJ: weights[K_PROJ][:-1]})
-    _raises(tmp_path, "another shape", f"{K_PROJ} is [15, 32] instead of [16, 32]")
+    refusal(tmp_path, "another shape", f"{K_PROJ} is [15, 32] instead of [16, 32]")
 
     write_directory(tmp_path, {**RAW, "attention_bias": True}, weights)
-    _raises(tmp_path, "missing", "k_proj.bias", "(4 in all)")
+    refusal(tmp_path, "missing", "k_proj.bias", "(4 in all)")
 
     untied = {name: value for name, value in weights.items() if name != "lm_head.weight"}
     write_directory(tmp_path, RAW, untied)
-    _raises(tmp_path, "missing", "lm_head.weight")
+    refusal(tmp_path, "missing", "lm_head.weight")
 
 
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     weights = random_weights(RAW)
     write_directory(tmp_path, RAW, weights)
     save_file({**weights, K_PROJ: weights[K_PROJ].astype(np.int8)}, tmp_path / "model.safetensors")
-    _raises(tmp_path, K_PROJ, "I8", "quantised")
+    refusal(tmp_path, K_PROJ, "I8", "quantised")
 
 
 def _edit(change: Callable[[bytes], bytes], name: str = "model.safetensors") -> Callable[[Path], None]:
@@ -182,7 +173,7 @@ def test_damaged_directories(damage: Callable[[Path], None], words: list[str], t
     write_directory(tmp_path, {**RAW, "hidden_act": "silu"}, random_weights(RAW))
     load_checkpoint(tmp_path)
     damage(tmp_path)
-    _raises(tmp_path, *(words or ["hidden_act", "'relu'", str(tmp_path)]))
+    refusal(tmp_path, *(words or ["hidden_act", "'relu'", str(tmp_path)]))
 
 
 def test_damaged_generation_config(tmp_path: Path) -> None:
@@ -190,7 +181,7 @@ def test_damaged_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3]}')
     assert load_config(tmp_path).eos_token_ids == (2, 3)
     (tmp_path / "generation_config.json").write_text("{")
-    _raises(tmp_path, "generation_config.json", "not valid JSON")
+    refusal(tmp_path, "generation_config.json", "not valid JSON")
 
 
 def test_damaged_shards(tmp_path: Path) -> None:
@@ -201,27 +192,27 @@ def test_damaged_shards(tmp_path: Path) -> None:
     index: dict[str, Any] = json.loads(index_path.read_text())
 
     index_path.write_text(json.dumps({**index, "weight_map": {**index["weight_map"], "extra": second.name}}))
-    _raises(tmp_path, "disagree", "extra", second.name)
+    refusal(tmp_path, "disagree", "extra", second.name)
     fewer = {name: file for name, file in index["weight_map"].items() if name != K_PROJ}
     index_path.write_text(json.dumps({**index, "weight_map": fewer}))
-    _raises(tmp_path, "disagree", K_PROJ)
+    refusal(tmp_path, "disagree", K_PROJ)
     for broken in ({}, {"weight_map": {}}, {"weight_map": []}, []):
         index_path.write_text(json.dumps(broken))
-        _raises(tmp_path, "index.json", "weight_map")
+        refusal(tmp_path, "index.json", "weight_map")
     for outside in ("../model.safetensors", "/etc/passwd", 3, ""):
         index_path.write_text(json.dumps({"weight_map": {K_PROJ: outside}}))
-        _raises(tmp_path, "index.json", repr(outside))
+        refusal(tmp_path, "index.json", repr(outside))
     index_path.write_text(json.dumps(index))
     second.rename(tmp_path / "elsewhere")
-    _raises(tmp_path, second.name, "missing")
+    refusal(tmp_path, second.name, "missing")
 
 
 def test_paths_that_are_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    _raises(tmp_path / "file", "is a file")
-    _raises(tmp_path / "nowhere", "does not exist")
+    refusal(tmp_path / "file", "is a file")
+    refusal(tmp_path / "nowhere", "does not exist")
     (tmp_path / "empty").mkdir()
-    _raises(tmp_path / "empty", "config.json", "does not exist")
+    refusal(tmp_path / "empty", "config.json", "does not exist")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -229,7 +220,7 @@ def test_no_permission(tmp_path: Path) -> None:
     write_directory(tmp_path, RAW, random_weights(RAW))
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).chmod(0)
-        _raises(tmp_path, name, "cannot be read")
+        refusal(tmp_path, name, "cannot be read")
 
 
 def test_hub_ids_come_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from smcjax.model.attention import FULL, SlidingWindow
 from smcjax.model.files.checkpoint import load_config
 from smcjax.model.quantize import quantize_params
 from smcjax.tokenizer.tokenizer import Tokenizer
-from tests.gguf_files import add_tensor, as_stored, write_gguf, write_vocabulary
+from tests.checkpoints import refusal
+from tests.gguf_files import Writing, add_tensor, as_stored, write_gguf, write_vocabulary
 
 KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
 
@@ -35,6 +36,12 @@ KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     """Rows of all matrices are made of whole blocks of 32."""
     return make_config(family, intermediate_size=64, **changes)
+
+
+def file_of(tmp_path: Path, *more: Writing, family: str = "llama", **changes: Any) -> Path:
+    """A file of random weights, to which `more` may add."""
+    raw = config_of(family, **changes)
+    return write_gguf(tmp_path / "m.gguf", raw, random_weights(raw), Kind.F32, *more)
 
 
 def assert_loads_alike(path: Path, directory: Path) -> None:
@@ -118,27 +125,17 @@ def llama3_factors(factor: float, theta: float, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_scaling_comes_back_from_its_factors(factor: float, tmp_path: Path) -> None:
-    raw = config_of("llama", head_dim=64, rope_theta=500000.0)
+    def of(numbers: np.ndarray) -> Path:
+        def add(writer: gguf.GGUFWriter) -> None:
+            writer.add_tensor("rope_freqs.weight", numbers)
+
+        return file_of(tmp_path, add, head_dim=64, rope_theta=500000.0)
+
     factors = llama3_factors(factor, 500000.0, 64)
-    weights = random_weights(raw)
-    path = write_gguf(
-        tmp_path / "a.gguf", raw, weights, Kind.F32, lambda writer: writer.add_tensor("rope_freqs.weight", factors)
-    )
-    assert load_checkpoint(path)[0].layer(0).rope.scaling == RopeScaling(factor, 1.0, 4.0, 8192)
-    ones = np.ones(32, np.float32)
-    path = write_gguf(
-        tmp_path / "b.gguf", raw, weights, Kind.F32, lambda writer: writer.add_tensor("rope_freqs.weight", ones)
-    )
-    assert load_config(path).layer(0).rope.scaling is None
+    assert load_checkpoint(of(factors))[0].layer(0).rope.scaling == RopeScaling(factor, 1.0, 4.0, 8192)
+    assert load_config(of(np.ones(32, np.float32))).layer(0).rope.scaling is None
     for wrong in (factors * 1.01, factors[:-1], np.linspace(1, factor, 32, dtype=np.float32), np.zeros(32, np.float32)):
-        path = write_gguf(
-            tmp_path / "c.gguf",
-            raw,
-            weights,
-            Kind.F32,
-            lambda writer, w=wrong: writer.add_tensor("rope_freqs.weight", w),
-        )
-        assert "rope_freqs.weight" in refused(path)
+        refusal(of(wrong), "rope_freqs.weight")
 
 
 def test_a_window_is_of_every_layer(tmp_path: Path) -> None:
@@ -152,12 +149,8 @@ def test_a_window_is_of_every_layer(tmp_path: Path) -> None:
     assert_loads_alike(write_gguf(tmp_path / "a.gguf", raw, weights, Kind.F32, of(16)), tmp_path / "hf")
     unfelt = load_config(write_gguf(tmp_path / "b.gguf", raw, weights, Kind.F32, of(256)))
     assert unfelt.layers == (LayerSpec(),)
-    raw = config_of("qwen2")  # of which llama.cpp does not say where a window holds
-    path = write_gguf(tmp_path / "c.gguf", raw, random_weights(raw), Kind.F32, of(16))
-    assert "qwen2.attention.sliding_window is 16" in refused(path)
-    raw = config_of("olmo2")  # of OLMo 3, whose files name that architecture
-    path = write_gguf(tmp_path / "d.gguf", raw, random_weights(raw), Kind.F32, of(16))
-    assert "olmo2.attention.sliding_window is 16" in refused(path)
+    for family in ("qwen2", "olmo2"):  # llama.cpp does not say where a window holds; OLMo 3 has OLMo 2's architecture
+        refusal(file_of(tmp_path, of(16), family=family), f"{family}.attention.sliding_window is 16")
 
 
 def test_gemma_3_loads_as_from_safetensors(tmp_path: Path) -> None:
@@ -176,30 +169,13 @@ def test_gemma_3_loads_as_from_safetensors(tmp_path: Path) -> None:
     assert_loads_alike(path, tmp_path / "hf")
     config = load_config(path)
     assert [config.layer(index).attention for index in range(7)] == [SlidingWindow(8)] * 5 + [FULL, SlidingWindow(8)]
-    raw = config_of("gemma3_text", num_hidden_layers=62)  # the 27B model, whose queries have a scale of their own
-    largest = load_config(write_gguf(tmp_path / "27b.gguf", raw, random_weights(raw), Kind.F32, more))
-    assert largest.layer(0).attention == SlidingWindow(8, (32 // 4) ** -0.5)
-    raw = config_of("gemma3_text")
-    weights = random_weights(raw)
-    assert "gemma3.attention.sliding_window is None" in refused(write_gguf(tmp_path / "b.gguf", raw, weights))
-
-
-def refused(path: Path) -> str:
-    """The sentence that refuses a file."""
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(path) in message
-    return message
+    largest = load_config(file_of(tmp_path, more, family="gemma3_text", num_hidden_layers=62))  # the 27B model
+    assert largest.layer(0).attention == SlidingWindow(8, (32 // 4) ** -0.5), "whose queries have a scale of their own"
+    refusal(file_of(tmp_path, family="gemma3_text"), "gemma3.attention.sliding_window is None")
 
 
 def test_stop_ids_are_eos_and_end_of_turn(tmp_path: Path) -> None:
-    raw = config_of("qwen2", eos_token_id=4)
-    path = write_gguf(
-        tmp_path / "a.gguf", raw, random_weights(raw), Kind.F32, lambda writer: writer.add_eot_token_id(7)
-    )
-    config = load_config(path)
+    config = load_config(file_of(tmp_path, lambda writer: writer.add_eot_token_id(7), family="qwen2", eos_token_id=4))
     assert config.eos_token_ids == (4, 7)
     assert config.bos_token_id == 1
 
@@ -223,12 +199,10 @@ def test_a_token_named_as_the_end_of_a_turn_ends_one(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """llama.cpp ends a turn there whatever the keys say; of a normal token the text is but a text."""
-    raw = config_of("llama", eos_token_id=4)
-    weights = random_weights(raw)
 
     def read(**kinds: int) -> tuple[tuple[int, ...], list[str]]:
         names = {9: (name, kinds["kind"]), 4: ("<|the_end|>", 3), 11: ("<|im_start|>", 3)}
-        path = write_gguf(tmp_path / "m.gguf", raw, weights, Kind.F32, names_of_tokens(names))
+        path = file_of(tmp_path, names_of_tokens(names), eos_token_id=4)
         caplog.clear()
         with caplog.at_level("INFO", "smcjax"):
             config = load_checkpoint(path)[0]
@@ -243,11 +217,8 @@ def test_a_token_named_as_the_end_of_a_turn_ends_one(
 
 
 def test_what_the_keys_name_is_not_said_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    raw = config_of("llama", eos_token_id=4)
     names = names_of_tokens({4: ("<|im_end|>", 3), 7: ("<|eot_id|>", 3)})
-    path = write_gguf(
-        tmp_path / "m.gguf", raw, random_weights(raw), Kind.F32, names, lambda writer: writer.add_eot_token_id(7)
-    )
+    path = file_of(tmp_path, names, lambda writer: writer.add_eot_token_id(7), eos_token_id=4)
     with caplog.at_level("INFO", "smcjax"):
         assert load_checkpoint(path)[0].eos_token_ids == (4, 7)
     assert not caplog.records
@@ -255,11 +226,7 @@ def test_what_the_keys_name_is_not_said_again(tmp_path: Path, caplog: pytest.Log
 
 def test_another_type_of_file_is_refused_by_name(tmp_path: Path) -> None:
     """An adapter, or a projector of images, has the architecture of the model that it is for."""
-    raw = config_of("llama")
-    path = write_gguf(
-        tmp_path / "m.gguf", raw, random_weights(raw), Kind.F32, lambda writer: writer.add_type("adapter")
-    )
-    assert "general.type is 'adapter'" in refused(path)
+    refusal(file_of(tmp_path, lambda writer: writer.add_type("adapter")), "general.type is 'adapter'")
 
 
 WRONG_METADATA: list[tuple[str, str, Any]] = [
@@ -279,11 +246,7 @@ WRONG_METADATA: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize(("method", "key", "value"), WRONG_METADATA, ids=[key for _, key, _ in WRONG_METADATA])
 def test_what_the_decoder_does_not_compute_is_refused_by_key(method: str, key: str, value: Any, tmp_path: Path) -> None:
-    raw = config_of("llama")
-    path = write_gguf(
-        tmp_path / "m.gguf", raw, random_weights(raw), Kind.F32, lambda writer: getattr(writer, method)(key, value)
-    )
-    assert f"{key} is {value!r}" in refused(path)
+    refusal(file_of(tmp_path, lambda writer: getattr(writer, method)(key, value)), f"{key} is {value!r}")
 
 
 @pytest.mark.parametrize(
@@ -300,14 +263,13 @@ def test_what_the_decoder_does_not_compute_is_refused_by_key(method: str, key: s
 )
 def test_values_that_cannot_be(name: str, value: Any, key: str, tmp_path: Path) -> None:
     raw = config_of("llama")
-    path = write_gguf(tmp_path / "m.gguf", {**raw, name: value}, random_weights(raw), architecture="qwen2")
-    assert key in refused(path)
+    refusal(write_gguf(tmp_path / "m.gguf", {**raw, name: value}, random_weights(raw), architecture="qwen2"), key)
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     raw = config_of("llama")
     path = write_gguf(tmp_path / "m.gguf", raw, random_weights(raw), architecture="phi3")
-    assert "general.architecture is 'phi3', but only llama" in refused(path)
+    refusal(path, "general.architecture is 'phi3', but only llama")
 
 
 def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
@@ -316,32 +278,24 @@ def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
     k, down = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"
     path = tmp_path / "m.gguf"
     write_gguf(path, raw, {name: values for name, values in weights.items() if name != k})
-    assert "missing blk.1.attn_k.weight" in refused(path)
+    assert "missing blk.1.attn_k.weight" in refusal(path)
     write_gguf(path, raw, {**weights, down: weights[down][:, :32]})
-    assert "blk.0.ffn_down.weight is [32, 32] instead of [32, 64]" in refused(path)
+    assert "blk.0.ffn_down.weight is [32, 32] instead of [32, 64]" in refusal(path)
     extra = np.ones((32, 32), np.float32)
     write_gguf(path, raw, weights, Kind.F32, lambda writer: add_tensor(writer, "blk.0.ssm_in.weight", extra, Kind.F32))
-    assert "unexpected blk.0.ssm_in.weight" in refused(path)
+    assert "unexpected blk.0.ssm_in.weight" in refusal(path)
     write_gguf(path, raw, {name: values for name, values in weights.items() if "embed" not in name})
-    assert "no matrix token_embd.weight" in refused(path)
+    assert "no matrix token_embd.weight" in refusal(path)
 
 
 def test_a_type_that_gguf_cannot_dequantise_is_refused_by_name(tmp_path: Path) -> None:
-    raw = config_of("llama")
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        raw,
-        random_weights(raw),
-        Kind.F32,
-        lambda writer: writer.add_tensor("blk.0.extra.weight", np.ones((2, 32), np.int32)),
-    )
-    assert "tensor 'blk.0.extra.weight'" in (message := refused(path))
-    assert "type I32" in message
+    path = file_of(tmp_path, lambda writer: writer.add_tensor("blk.0.extra.weight", np.ones((2, 32), np.int32)))
+    refusal(path, "tensor 'blk.0.extra.weight'", "type I32")
     content = bytearray(path.read_bytes())
     at = content.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
     content[at : at + 4] = (200).to_bytes(4, "little")
     path.write_bytes(content)
-    assert "type 200" in refused(path)
+    assert "type 200" in refusal(path)
 
 
 HEADER = 4200  # bytes of `small` before its tensors, about
@@ -367,10 +321,10 @@ def test_truncated_anywhere(small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for length in (*range(4, 400), *range(400, len(small), 997), len(small) - 1):
         path.write_bytes(small[:length])
-        assert "download" in refused(path)
+        assert "download" in refusal(path)
     for length in range(4):
         path.write_bytes(small[:length])
-        assert "not a GGUF" in refused(path)
+        assert "not a GGUF" in refusal(path)
 
 
 @pytest.fixture(scope="module")
@@ -404,20 +358,20 @@ def test_counts_that_no_file_has(small: bytes, at: int, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for count in (1 << 20, 1 << 40, (1 << 64) - 1):
         path.write_bytes(small[:at] + count.to_bytes(8, "little") + small[at + 8 :])
-        assert "not a valid GGUF file" in refused(path)
+        assert "not a valid GGUF file" in refusal(path)
 
 
 def test_versions_and_kinds_of_files(small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(small[:4] + (1).to_bytes(4, "little") + small[8:])
-    assert "version 1" in refused(path)
+    assert "version 1" in refusal(path)
     path.write_bytes(small[:4] + (3).to_bytes(4, "big") + small[8:])
-    assert "little-endian" in refused(path)
+    assert "little-endian" in refusal(path)
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 64)
-    assert "is a file and not a GGUF one" in refused(tmp_path / "model.safetensors")
+    assert "is a file and not a GGUF one" in refusal(tmp_path / "model.safetensors")
     os.mkfifo(tmp_path / "pipe.gguf")
-    assert "not a regular file" in refused(tmp_path / "pipe.gguf")
-    assert "not a regular file" in refused(Path("/dev/zero"))
+    assert "not a regular file" in refusal(tmp_path / "pipe.gguf")
+    assert "not a regular file" in refusal(Path("/dev/zero"))
 
 
 def test_without_the_package_the_command_is_named(
@@ -426,10 +380,10 @@ def test_without_the_package_the_command_is_named(
     path = tmp_path / "m.gguf"
     path.write_bytes(small)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "uv run --extra gguf smcjax" in refused(path)
+    assert "uv run --extra gguf smcjax" in refusal(path)
 
 
 def test_a_file_without_tensors_has_metadata(tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "v.gguf", lambda writer: writer.add_array("a.list", [1, 2, 3]))
     assert GGUFFile.open(path).metadata["a.list"] == [1, 2, 3]
-    assert "no matrix token_embd.weight" in refused(path)
+    assert "no matrix token_embd.weight" in refusal(path)

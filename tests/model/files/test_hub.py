@@ -151,9 +151,9 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.mark.slow
 def test_what_is_needed_is_downloaded_once_and_then_found_without_network(hub: Hub, tmp_path: Path) -> None:
-    main, cache = "org/model", tmp_path / "cache"
+    main, shard, cache = "org/model", "org/model:s/model-00002-of-00003.gguf", tmp_path / "cache"
     with serving(hub) as address:
-        first, again = map(Path, fetch(cache, address, main, main, HF_TOKEN=TOKEN))
+        first, again, part = map(Path, fetch(cache, address, main, main, shard, HF_TOKEN=TOKEN))
     assert first.name == MAIN
     assert again == first
     assert {file.name for file in first.iterdir()} == {
@@ -161,16 +161,19 @@ def test_what_is_needed_is_downloaded_once_and_then_found_without_network(hub: H
         "model.safetensors.index.json",
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
+        "s",
     }
+    beside = {file.name: file.read_bytes()[4] for file in part.parent.iterdir()}
+    assert beside == {f"model-0000{number}-of-00003.gguf": number for number in (1, 2, 3)}, "one brings the others"
     assert load_config(first).layer(0).rope.theta == 10_000.0
     weights = [name for name in hub.downloaded if name.endswith(".safetensors")]
     assert len(weights) == len(set(weights)) == 2
     assert hub.tokens == {f"Bearer {TOKEN}"}
-    offline = fetch(cache, NOBODY, main, "org/model@v1", "org/other", HF_HUB_OFFLINE="1")
-    assert offline[0] == str(first)
-    for sentence in offline[1:]:
+    offline = fetch(cache, NOBODY, main, shard, "org/model@v1", "org/other", HF_HUB_OFFLINE="1")
+    assert offline[:2] == [str(first), str(part)]
+    for sentence in offline[2:]:
         assert "HF_HUB_OFFLINE is set; unset it to download it" in sentence
-    assert "'v1'" in offline[1]
+    assert "'v1'" in offline[2]
     unreachable = fetch(cache, NOBODY, main, "org/other")
     assert unreachable[0] == str(first)
     assert "the hub does not answer" in unreachable[1]
@@ -200,16 +203,6 @@ def test_revisions_files_and_refusals(hub: Hub, tmp_path: Path) -> None:
     assert "org/gated is gated" in gated
     assert "org/broken" in broken
     assert hub.tokens == {None}
-
-
-def test_one_shard_brings_the_others(hub: Hub, tmp_path: Path) -> None:
-    with serving(hub) as address:
-        [path] = fetch(tmp_path, address, "org/model:s/model-00002-of-00003.gguf")
-    assert Path(path).name == "model-00002-of-00003.gguf"
-    beside = {file.name: file.read_bytes()[4] for file in Path(path).parent.iterdir()}
-    assert beside == {f"model-0000{number}-of-00003.gguf": number for number in (1, 2, 3)}
-    [offline] = fetch(tmp_path, NOBODY, "org/model:s/model-00002-of-00003.gguf", HF_HUB_OFFLINE="1")
-    assert offline == path
 
 
 @pytest.mark.parametrize(

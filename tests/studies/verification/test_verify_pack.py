@@ -139,7 +139,7 @@ def test_corners(name: str) -> None:
     check_acceptance(op_by_op(jnp.asarray(given.draft), jnp.asarray(given.target)), given)
 
 
-@pytest.mark.parametrize(("rows", "gamma"), [*((5, gamma) for gamma in GAMMAS), *((rows, 9) for rows in ROWS)], ids=str)
+@pytest.mark.parametrize(("rows", "gamma"), [(5, GAMMAS[0]), (5, GAMMAS[-1]), (ROWS[-1], 9)], ids=str)
 def test_shapes(rows: int, gamma: int) -> None:
     given = case(rows, gamma, dim=3)
     check(REFERENCE, given)
@@ -189,7 +189,6 @@ def test_fused_kernel_at_corners(name: str) -> None:
     [
         (1, 1, vp.Tuning(1, 1, 1, 2)),
         (5, 33, vp.Tuning(2, 2, 11, 2)),
-        (2, 129, vp.Tuning(2, 1, 9, 4, ahead=3)),
         (33, 2, vp.Tuning(1, 1, 4, 2)),  # the ring of two goes round eight times
     ],
     ids=str,
