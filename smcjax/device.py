@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +100,8 @@ def this_device() -> Device:
 def on_cpu() -> bool:
     """True where JAX's default device is a CPU."""
     return jax.default_backend() == "cpu"
+
+
+def product_precision(dtype: Any) -> jax.lax.Precision | None:
+    """float32 products in full float32, which GPUs would else round to TF32; None (the default) for other dtypes."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from smcjax.numerics import product_precision
+from smcjax.device import product_precision
 from smcjax.quantization import QUANTIZATIONS, Quantization
 
 _dtypes: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("dtypes", default=None)

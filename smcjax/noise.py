@@ -1,4 +1,4 @@
-"""Random numbers for draws, with the same bits in XLA's programs and inside kernels, where element i needs no vector.
+"""Random keys, and numbers with the same bits in XLA's programs and inside kernels, where element i needs no vector.
 
 Threefry makes 64 bits of a key and a counter. JAX's own uniforms are multiples of 2⁻²³: `u < p` is then true too often
 where p is small, and Gumbel noise never exceeds 15.94, so that a token a millionth as likely as the likeliest is drawn
@@ -10,16 +10,37 @@ All steps but the logarithms are exact or round once, so that no compiler's fuse
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from smcjax.numerics import words_of
-
+KEYS = "threefry2x32"  # the random keys of all that is made here, whatever JAX_DEFAULT_PRNG_IMPL says
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
 SMALL = 2.0**-8  # x + x²/2 is −log(1 − x) to 5e-6 of it below, and so is the logarithm of a rounded 1 − x above
+
+
+def key_of(seed: Any) -> jax.Array:
+    """The random key of a seed, whichever kind of keys JAX makes by default.
+
+    Draws by other kinds than threefry depend on what is drawn beside them.
+    """
+    return jax.random.key(seed, impl=KEYS)
+
+
+def key_from(words: jax.Array) -> jax.Array:
+    """Keys [...] from their words [..., 2] uint32."""
+    return jax.random.wrap_key_data(words, impl=KEYS)
+
+
+def words_of(keys: jax.Array) -> jax.Array:
+    """The words [..., 2] uint32 of keys [...]. Raises ValueError for keys of another kind."""
+    kind = str(jax.random.key_impl(keys))
+    if kind != KEYS:
+        raise ValueError(f"keys are {kind!r} and draws know {KEYS!r} only; use jax.random.key(…, impl={KEYS!r}).")
+    return jax.random.key_data(keys)
 
 
 def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ from tests.lazily import lazily, program_patches
 
 # Rooms and modules of which lines run while programs are traced, and modules in these of which none does.
 OF_PROGRAMS = ("autoregressive", "decoding", "engine.run.jobs", "engine.run.slots", "kv", "matmul")
-OF_PROGRAMS += ("model", "noise", "numerics", "pallas", "rejection", "smc", "sparse")
+OF_PROGRAMS += ("model", "noise", "pallas", "rejection", "smc", "sparse")
 BESIDE = ("smcjax.model.files.checkpoint", "smcjax.model.files.hub", "smcjax.model.params", "smcjax.smc.history")
 
 traced: list[float] = []

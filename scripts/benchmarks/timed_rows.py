@@ -28,7 +28,7 @@ from smcjax.engine.run.runner import Runner
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
 from smcjax.model.params import Params
-from smcjax.numerics import key_of
+from smcjax.noise import key_of
 from smcjax.sparse.nsa import NSA
 
 PERIOD = NSA.kernel_stride  # positions of a compressed token, over which the requests of a batch are spread

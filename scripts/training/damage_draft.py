@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from smcjax.model import load_checkpoint
 from smcjax.model.files.export import save_checkpoint
 from smcjax.model.files.hub import bundled_model
-from smcjax.numerics import key_of
+from smcjax.noise import key_of
 from smcjax.tokenizer.tokenizer import Tokenizer
 
 

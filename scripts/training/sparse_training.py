@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.device import product_precision
 from smcjax.model import ModelConfig
 from smcjax.model.attention import Projection, SlidingWindow
 from smcjax.model.decoder import Attend
 from smcjax.model.visible_kv import grouped
-from smcjax.numerics import product_precision
 from smcjax.pallas.attention.reference import LOWEST
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.routing import Branches, Entries

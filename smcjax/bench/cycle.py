@@ -32,7 +32,7 @@ from smcjax.engine.run.programs import Programs, Wanted, compile_together, enabl
 from smcjax.engine.run.runner import Chunk, Runner
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model.params import Params
-from smcjax.numerics import key_of
+from smcjax.noise import key_of
 
 logger = logging.getLogger("smcjax")
 

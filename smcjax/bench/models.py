@@ -23,7 +23,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one, two_devices
 from smcjax.model.params import Params, init_leaves, param_shapes
 from smcjax.model.quantize import quantize_leaves
-from smcjax.numerics import key_of
+from smcjax.noise import key_of
 from smcjax.quantization import QUANTIZATIONS, check_quantization
 
 

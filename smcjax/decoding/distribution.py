@@ -17,7 +17,7 @@ from smcjax.decoding.row_feature import RowFeature, tokens_before
 from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
 from smcjax.model.decoder import unembed
 from smcjax.model.params import Params
-from smcjax.numerics import words_of
+from smcjax.noise import words_of
 from smcjax.pallas.decode_step.op import Embedded
 from smcjax.pallas.head.sampled_head import sampled_head
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.device import product_precision
 from smcjax.kv import PageArray
 from smcjax.model.view import TreeView
-from smcjax.numerics import product_precision
 from smcjax.pallas.attention.reference import LOWEST, divisor_of
 
 

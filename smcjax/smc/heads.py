@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from smcjax.checks import is_number, is_whole
+from smcjax.device import product_precision
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, read_bytes
 from smcjax.model.files.classifier import load_head
-from smcjax.numerics import product_precision
 from smcjax.smc.potential import Answers
 
 MAX_BYTES = 1024 * MIB

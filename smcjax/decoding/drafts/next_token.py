@@ -29,7 +29,7 @@ from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states, plan_attention
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView
-from smcjax.numerics import words_of
+from smcjax.noise import words_of
 from smcjax.pallas.decode_step import op as decode_step
 from smcjax.pallas.head.sampled_head import sampled_head
 

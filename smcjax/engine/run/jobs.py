@@ -29,7 +29,7 @@ from smcjax.engine.run.sharded_programs import ShardedPrograms
 from smcjax.engine.run.slots import put, take
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.kv import TRASH, drop, keep
-from smcjax.numerics import key_of
+from smcjax.noise import key_of
 from smcjax.smc.steering import TextValues, steered
 
 

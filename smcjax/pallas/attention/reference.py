@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.numerics import product_precision
+from smcjax.device import product_precision
 
 LOWEST = -1e30  # a score of no weight; finite, so that a query that sees nothing gives no ∞ − ∞
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.numerics import product_precision
+from smcjax.device import product_precision
 from smcjax.pallas.attention.reference import LOWEST, divisor_of, sees
 
 

@@ -26,8 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from smcjax.device import HOPPER
-from smcjax.noise import gumbels
-from smcjax.numerics import key_from
+from smcjax.noise import gumbels, key_from
 from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.gumbel_max import (

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from smcjax.numerics import product_precision
+from smcjax.device import product_precision
 from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
 from smcjax.pallas.layer.norm import PendingNorm
 from smcjax.pallas.mosaic import threads

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from smcjax.numerics import product_precision
+from smcjax.device import product_precision
 from smcjax.pallas.attention.reference import LOWEST, divisor_of
 from smcjax.pallas.dispatch import Op
 from smcjax.pallas.mosaic.bitmask import WORD, packed, places_of

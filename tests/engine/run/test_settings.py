@@ -12,7 +12,7 @@ import pytest
 
 from smcjax import LLM
 from smcjax.engine.run.settings import PROMOTION, own_settings
-from smcjax.numerics import key_from, key_of, words_of
+from smcjax.noise import key_from, key_of, words_of
 from tests.checkpoints import Pair
 
 SCRIPT = """

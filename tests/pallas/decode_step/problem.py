@@ -23,8 +23,7 @@ from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import init_params
 from smcjax.model.view import BatchView
-from smcjax.noise import gumbels
-from smcjax.numerics import key_from
+from smcjax.noise import gumbels, key_from
 from smcjax.pallas import rms_norm
 from smcjax.pallas.decode_step import op as ds
 
