@@ -1,11 +1,12 @@
-"""Users' files: their kind and size are checked before a byte is read, and JSON is read strictly.
+"""Users' files: their kind and size are checked before a byte is read, JSON is read strictly, and none is half written.
 
-Nothing here blocks (a FIFO, a device) or reads more than its limit. Every problem is one `Unreadable`, whose text
+No read blocks (a FIFO, a device) or is of more than its limit. Every problem of one is an `Unreadable`, whose text
 follows the file's name in a sentence: `f"{path} {error}; {error.mend}"`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -82,6 +83,22 @@ def read_json(path: str | os.PathLike[str], limit: int) -> Any:
     except ValueError as error:
         reason = str(error)
     raise Unreadable(f"is not valid JSON ({reason})", "fetch or write it again") from None
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replaces the file as a whole: a reader never sees half of it. Raises ValueError where it cannot be written."""
+    place = Path(os.path.realpath(path))  # through links: the file is replaced, not the link to it
+    temporary = place.parent / f".{os.urandom(8).hex()}.tmp"
+    try:
+        if place.exists() and not place.is_file():  # a rename would put a file in the place of a device
+            raise ValueError(f"{path} is not a regular file; name a file to write.")
+        temporary.write_bytes(data)
+        os.replace(temporary, place)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}); name a file in a writable directory.") from None
+    finally:
+        with contextlib.suppress(OSError):  # never written, or gone after the rename
+            temporary.unlink()
 
 
 def shortened(text: object, length: int = 80) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from smcjax import files
-from smcjax.files import Unreadable, is_name_in_directory, read_bytes, read_json, shortened
+from smcjax.files import Unreadable, is_name_in_directory, read_bytes, read_json, shortened, write_atomically
 from tests.limits import within
 
 
@@ -128,3 +128,65 @@ def test_shortened() -> None:
     assert shortened("a\n b", 10) == "a b"
     assert shortened("a" * 100, 10) == "a" * 9 + "…"
     assert shortened("é\x1b[31m\ud800🙂") == "é\\x1b[31m\\ud800🙂"
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", ["write", "rename"])
+@pytest.mark.parametrize("before", [None, b"before"])
+def test_a_failed_write_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException, at: str, before: bytes | None
+) -> None:
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+
+    def fail(*args: object) -> None:
+        raise failure
+
+    def write_half(place: Path, data: bytes) -> None:
+        place.touch()
+        with place.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise failure
+
+    expected = ValueError if isinstance(failure, OSError) else KeyboardInterrupt
+    with monkeypatch.context() as patched:
+        if at == "write":
+            patched.setattr(Path, "write_bytes", write_half)
+        else:
+            patched.setattr(os, "replace", fail)
+        with pytest.raises(expected) as caught:
+            write_atomically(path, b"after")
+    assert expected is KeyboardInterrupt or "cannot be written (No space left on device)" in str(caught.value)
+    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == ({"file": before} if before else {})
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    for name, reason in [
+        ("directory", "is not a regular file"),
+        ("missing/file", "cannot be written (No such file or directory)"),
+        ("file/inner", "cannot be written (Not a directory)"),
+        ("x" * 300, "cannot be written (File name too long)"),
+    ]:
+        with pytest.raises(ValueError, match="name a file") as caught:
+            write_atomically(tmp_path / name, b"data")
+        assert str(caught.value).startswith(f"{tmp_path / name} {reason}")
+    with pytest.raises(ValueError, match=r"^/dev/null is not a regular file"):
+        write_atomically("/dev/null", b"data")
+    assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
+
+
+def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    write_atomically(path, b"data")
+    assert path.read_bytes() == b"data"
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    for data in (b"new", b"newer"):
+        write_atomically(tmp_path / "link", data)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "target").read_bytes() == data

@@ -26,7 +26,7 @@ import jax
 
 import smcjax
 from smcjax.device import on_cpu, this_device
-from smcjax.viz.trace_file import write_atomically
+from smcjax.files import write_atomically
 
 ROOT = Path(smcjax.__file__).parents[1]
 UNSAID = ("--save", "--api-key")  # options that say nothing of what is measured, with their values

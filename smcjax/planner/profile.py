@@ -20,12 +20,11 @@ import dataclasses
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 from smcjax.checks import Rule, is_number, or_none, require, short, whole
 from smcjax.decoders import Decoding
-from smcjax.files import MIB, Unreadable, read_json
+from smcjax.files import MIB, Unreadable, read_json, write_atomically
 from smcjax.planner.laws import as_json, from_json, law_of
 
 FORMAT = 1
@@ -150,13 +149,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, whole or not at all."""
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            beside.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_atomically(path, (json.dumps(self.as_json(), indent=1) + "\n").encode())
 
     @classmethod
     def from_json(cls, value: Any) -> Profile:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from smcjax.engine.run.settings import own_settings
+from smcjax.files import write_atomically
 from smcjax.model.params import Params
 from smcjax.tuning.answers import Answers, Asked, Batches, Sampling, answers_of, sample_outputs
 from smcjax.tuning.laws import TargetStates
@@ -26,7 +27,6 @@ from smcjax.tuning.measure import Figures, measure
 from smcjax.tuning.pair import Paths, load_pair, write_draft
 from smcjax.tuning.state import leaves_by_number, read_arrays, require_same, tree_like, write_arrays
 from smcjax.tuning.train import Objective, Schedule, train
-from smcjax.viz.trace_file import write_atomically
 
 MARKS = 10  # figures on held-out answers and states, in a training
 LINES = 20  # of progress

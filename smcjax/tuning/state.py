@@ -15,8 +15,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from smcjax.files import MIB, Unreadable, read_bytes
-from smcjax.viz.trace_file import write_atomically
+from smcjax.files import MIB, Unreadable, read_bytes, write_atomically
 
 MAX_BYTES = 1024 * 1024 * MIB
 

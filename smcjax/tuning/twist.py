@@ -29,6 +29,7 @@ from smcjax.decoders.parts import Potential, hidden_size_of
 from smcjax.decoders.text_potential import TextPotential
 from smcjax.engine.results.outputs import RequestOutput
 from smcjax.engine.run.settings import own_settings
+from smcjax.files import write_atomically
 from smcjax.model.files.checkpoint import load_checkpoint, resolve_model_path
 from smcjax.model.files.hub import bundled_model
 from smcjax.model.params import Params
@@ -38,7 +39,6 @@ from smcjax.tuning.answers import Answers, Asked, Batch, Batches, Sampling, answ
 from smcjax.tuning.laws import Laws, TargetStates, log_ratio_of
 from smcjax.tuning.run import LINES, MARKS
 from smcjax.tuning.train import Schedule, minimise
-from smcjax.viz.trace_file import write_atomically
 
 STEEPEST = 10.0  # log R − f, beyond which the loss goes on as a line, so that steps are finite
 

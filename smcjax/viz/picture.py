@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from smcjax.viz.trace_file import write_atomically
+from smcjax.files import write_atomically
 
 # Okabe and Ito's hues first, told apart under every common colour blindness, then others between them; vermilion is
 # kept for the answer alone. Families lie apart, so that place tells them where hue does not.

@@ -3,25 +3,22 @@
     {"format": "smcjax-trace", "version": 2, "prompt": …, "n_particles": N, "ess": [C], "ancestors": [C][N], …}
 
 JSON knows no infinities, so −inf, which is common among log weights, is null; +inf and NaN, which only a failed
-request holds, are strings. Files are written beside their place and renamed, so a reader never sees half of one.
+request holds, are strings.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
-import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from smcjax.engine.results.outputs import RequestOutput
-from smcjax.files import MIB, Unreadable, read_json, shortened
+from smcjax.files import MIB, Unreadable, read_json, shortened, write_atomically
 
 FORMAT, VERSION = "smcjax-trace", 2
 TRACE_BYTES = 256 * MIB  # at most; 1,024 particles of 2,048 tokens take some 20
@@ -86,22 +83,6 @@ def trace_fields(output: RequestOutput) -> dict[str, Any]:
         "selected": smc.selected,
         "log_evidence": _number(smc.log_evidence),
     }
-
-
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replaces the file as a whole. Raises ValueError where it cannot be written."""
-    place = Path(os.path.realpath(path))  # through links: the file is replaced, not the link to it
-    temporary = place.parent / f".{secrets.token_hex(8)}.tmp"
-    try:
-        if place.exists() and not place.is_file():  # a rename would put a file in the place of a device
-            raise ValueError(f"{path} is not a regular file; name a file to write.")
-        temporary.write_bytes(data)
-        os.replace(temporary, place)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror}); name a file in a writable directory.") from None
-    finally:
-        with contextlib.suppress(OSError):  # never written, or gone after the rename
-            temporary.unlink()
 
 
 def load_trace(path: str | os.PathLike[str]) -> TraceFile:

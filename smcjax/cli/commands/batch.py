@@ -25,7 +25,7 @@ from smcjax.cli.form_options import check_form
 from smcjax.cli.stdin import read_file, read_stdin
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.errors import ExtraMissing
-from smcjax.files import MIB
+from smcjax.files import MIB, write_atomically
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
@@ -142,8 +142,6 @@ def write_results(path: str | None, lines: list[Line], outputs: list[RequestOutp
     if path is None:
         sys.stdout.write(text)
         return
-    from smcjax.viz.trace_file import write_atomically  # NumPy, which `smcjax --help` has no need of
-
     write_atomically(path, text.encode(errors="replace"))
 
 
