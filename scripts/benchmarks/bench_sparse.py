@@ -4,7 +4,6 @@
     python scripts/benchmarks/bench_sparse.py verify     # one verification, the share of routing, and a tree
     python scripts/benchmarks/bench_sparse.py groups     # of queries that read together, C = 1 2 4 8 …
     python scripts/benchmarks/bench_sparse.py spacing    # of the layers that select: 1 2 4 8 …
-    python scripts/benchmarks/bench_sparse.py particles  # SMC, N = 8 and 32
 
 `--replay-overlap .75 .9` adds sets of a stated overlap to random weights' own; `--tiny` runs toy shapes on a CPU;
 `--target-shape llama-3.1-70b --quantization float8` has 70B fit one card of 141 GB.
@@ -15,10 +14,10 @@ pair of keys and values (`smcjax.bench.shapes`). Cycles run through the engine's
 
 Who drafts is said by `--drafts`: "lookup" looks tokens up in the text, which costs next to nothing, so that a cycle is
 the target's verification and the verdict, the bound of any draft; "head" is an EAGLE-3 head of the target's width for
-32,000 token ids; "model" is the 1B. Weights are random, so times are measured and acceptance is *replayed*: `--reached`
+32,000 token ids. Weights are random, so times are measured and acceptance is *replayed*: `--reached`
 gives the fractions of cycles that reach each draft position, as `smcjax profile` measures them of a trained pair, and
 without it the probability of a draft is assumed, .8 (`--acceptance`). A tree's are those of a chain of its depth, so
-that its milliseconds alone mean something. SMC's K + 1 tokens and the target's one need none. A row "as calibrated" has
+that its milliseconds alone mean something. The target's one token needs none. A row "as calibrated" has
 layers that take others' blocks, in the proportion that `calibrate_reuse.py` found for the bundled target.
 
 Every 16 positions complete a compressed token. Random weights accept next to nothing, so that a request gains a token a
@@ -44,7 +43,7 @@ of weights and KV, each beside its time at the device's bandwidth as a fraction 
     issued   what groups ask for, by formula: each group compressed tokens and the window once and, merged, the union of
              its blocks, by counted sets, or else by `--overlap`, the fraction of neighbours' sets (.75, assumed)
 
-`--save` writes all lines as they come, `--plot` draws tokens/s over contexts.
+`--save` writes all lines as they come.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -192,8 +190,6 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
         mine = [line for line in lines if line.attention == attention]
         weights = models.target_params("auto")
         drafts: dict[str, Any] = {}
-        if any(line.draft == "model" for line in mine):
-            drafts["model"] = models.draft_params("auto")
         if any(line.draft == "head" for line in mine):
             drafts["head"] = random_head(head_config(models.target_config), weights)
         rates = Rates.measure(models.target_config.dtype)
@@ -312,31 +308,6 @@ def routing(lines: Sequence[dict], layers: int) -> list[str]:
     return said
 
 
-def draw(lines: Sequence[dict], path: Path) -> None:
-    """Tokens/s over contexts, a panel for each number of requests."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from smcjax.viz.picture import write_figure
-
-    loads = sorted({line["requests"] for line in lines})
-    figure = Figure(figsize=(5.5 * len(loads), 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, load in zip(figure.subplots(1, len(loads), squeeze=False)[0], loads, strict=True):
-        for name in dict.fromkeys(line["name"] for line in lines):
-            mine = [line for line in lines if line["name"] == name and line["requests"] == load]
-            axes.plot(
-                [one["context"] for one in mine], [one["tokens_per_second"] for one in mine], marker="o", label=name
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(f"tokens of context, {load} requests")
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("tokens a second")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
-    write_figure(figure, path)
-
-
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -363,7 +334,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--replay-overlap", type=float, nargs="+", default=[], metavar="ρ", help="rows with sets so much alike, too"
     )
     add_save_option(parser)
-    parser.add_argument("--plot", metavar="FILE", help="tokens/s over contexts: .svg, .png or .pdf")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, one short window, whose times say little")
     args = parser.parse_args(argv)
     if args.tiny:
@@ -374,8 +344,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("there is no GPU here; run it on one, or with --tiny.")
     if any(not 0 <= overlap <= 1 for overlap in args.replay_overlap):
         parser.error(f"--replay-overlap must be fractions from 0 to 1, got {args.replay_overlap}.")
-    if args.replay_overlap and args.benchmark == "particles":
-        parser.error("--replay-overlap is for requests of one row, and particles have several.")
     if args.reached is not None and len(args.reached) < args.gamma:
         parser.error(f"--reached must have a fraction for each of {args.gamma} drafts, got {len(args.reached)}.")
     check_files(args)
@@ -393,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not lines:
         raise SystemExit(f"no row fits this device: {skipped[0]['why'] if skipped else 'none was asked for'}.")
     layers = Models(*shapes).target_config.num_layers
-    first = ALONE.name if args.benchmark in ("cycles", "particles") else lines[0]["name"]
+    first = ALONE.name if args.benchmark == "cycles" else lines[0]["name"]
     print(f"{lines[0]['device']}, {lines[0]['bandwidth'] / 1e9:,.0f} GB/s; {shapes[1]} → {shapes[0]}, random weights")
     print(f"Acceptance is {args.source}: {', '.join(f'{x:.2f}' for x in reached[: args.gamma])}.\n")
     print(markdown(lines, first))
@@ -403,8 +371,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n" + "\n".join(routing(lines, layers)))
     if args.save:
         write(args, reached, lines, skipped)
-    if args.plot:
-        draw(lines, Path(args.plot))
     return 0
 
 

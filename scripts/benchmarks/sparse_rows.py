@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
-from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.sparse.verification import KERNEL_GROUP, SparseVerification
+from smcjax.decoders import Autoregressive, Decoding, Rejection
+from smcjax.sparse.verification import SparseVerification
 
 DENSE, SPARSE = None, "nsa-shared"  # the target's attention
-DRAFTS = ("lookup", "head", "model")
+DRAFTS = ("lookup", "head")
 # 1 for layers of the bundled target that select, as `calibrate_reuse.py` found: KL 0.0083 nats a token.
 CALIBRATED = (1, 0, 0, 0, 0, 0, 1, 0)
 TREE = (3, 3, 3)  # the review's: 39 drafts behind the newest token
-SAID = {"lookup": "free drafts", "head": "drafts of a head", "model": "drafts of a 1B"}
+SAID = {"lookup": "free drafts", "head": "drafts of a head"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Line:
 
     @property
     def has_neighbours(self) -> bool:
-        """True where several queries of a request's only row select in one forward."""
-        return self.attention is not None and self.decoding.rows == 1 and self.decoding.speculation.scored > 1
+        """True where several queries of a request select in one forward."""
+        return self.attention is not None and self.decoding.speculation.scored > 1
 
     def with_sets(self, overlaps: Sequence[float]) -> list[Line]:
         """The row, and the same with sets of each of these overlaps where its queries have neighbours."""
@@ -128,23 +127,9 @@ def spacing_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
     ]
 
 
-def particle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
-    """Benchmark F: populations, which the 1B drafts for."""
-    lines = [ALONE]
-    for count in (8, 32):
-        smc = functools.partial(SMC, count, gamma, control=0)
-        lines += [
-            Line(f"sparse, N = {count}, merged", SPARSE, smc(sparse=merged(KERNEL_GROUP)), "model"),
-            Line(f"sparse, N = {count}, one by one", SPARSE, smc(sparse=ONE_BY_ONE), "model"),
-            Line(f"dense, N = {count}", DENSE, smc(), "model"),
-        ]
-    return lines
-
-
 BENCHMARKS: dict[str, Callable[[int, int, Sequence[str]], list[Line]]] = {
     "cycles": cycle_lines,
     "verify": verify_lines,
     "groups": group_lines,
     "spacing": spacing_lines,
-    "particles": particle_lines,
 }

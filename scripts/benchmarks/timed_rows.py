@@ -78,7 +78,7 @@ class LineBench(Bench):
         self.models, self.case, self.line, self.counts = models, case, line, counts
         self.sets: Counted | None = None
         self.head = head_config(models.target_config) if line.draft == "head" else None
-        proposer: Any = {"": None, "lookup": NGram(), "model": models.draft_config}.get(line.draft)
+        proposer: Any = {"": None, "lookup": NGram()}.get(line.draft)
         if self.head is not None:
             proposer = Eagle(self.head)
         geometry = (case.max_model_len, case.page_size, case.implementation)
@@ -181,7 +181,7 @@ class LineBench(Bench):
 
     def bytes_read(self) -> tuple[int, int]:
         """Bytes of weights and of KV that a cycle reads at least."""
-        phases = [phase for phase in self._phases() if self.line.draft in ("", "model") or phase.name == "verify"]
+        phases = [phase for phase in self._phases() if self.line.draft == "" or phase.name == "verify"]
         weights = sum(phase.times * phase.weight_bytes for phase in phases)
         kv = sum(phase.times * phase.kv_bytes for phase in phases)
         if self.head is not None:
