@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.model import ModelConfig, Params, init_params, save_checkpoint
 from smcjax.model.decoder import hidden_states, unembed
-from smcjax.pallas import attention, implementations
+from smcjax.pallas import implementations
 from smcjax.tasks.intervals import wilson_interval
 from smcjax.tasks.word_problems import generate, is_correct, prompt
 
@@ -71,35 +71,6 @@ def initial_params(config: ModelConfig, key: jax.Array) -> Params:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def causal_attention(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Dense causal attention: the decoder's own formula, or the fused kernel of cuDNN, which is faster."""
-    if kind == "cudnn":
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    rows, length = q.shape[:2]
-    return attention(q, k, v, jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length)))
-
-
-def choose_attention() -> str:
-    """ "cudnn" if it runs here and agrees with "xla" in value and gradient, else "xla"."""
-    if jax.default_backend() != "gpu":
-        return "xla"
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, 144, h, 32), jnp.bfloat16) for key, h in zip(keys, (4, 2, 2), strict=True))
-
-    def probe(kind: str) -> Any:
-        squares = lambda *qkv: (causal_attention(kind, *qkv).astype(jnp.float32) ** 2).sum()  # noqa: E731
-        return [gradient.astype(jnp.float32) for gradient in jax.jit(jax.grad(squares, (0, 1, 2)))(q, k, v)]
-
-    try:
-        pairs = zip(probe("cudnn"), probe("xla"), strict=True)
-        error = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
-    except Exception as failure:  # whatever it is that this machine's cuDNN lacks, there is another way
-        print(f"no cuDNN attention here ({type(failure).__name__}: {str(failure)[:200]}); using XLA's")
-        return "xla"
-    print(f"cuDNN attention: gradients differ from XLA's by {error:.2%} at most")
-    return "cudnn" if error < 0.05 else "xla"
-
-
 @jax.custom_vjp
 def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """table[tokens], whose gradient is a product with a one-hot matrix: a scatter-add would have thousands of rows
@@ -131,13 +102,14 @@ class LookUp:
 
 
 def row_losses(
-    config: ModelConfig, params: Params, tokens: jax.Array, newline: int, question_weight: float, kind: str
+    config: ModelConfig, params: Params, tokens: jax.Array, newline: int, question_weight: float
 ) -> tuple[jax.Array, jax.Array]:
     """(weights, -log p) of every next token of `tokens` [B, T]: 1 in the solution, from the newline that begins it to
     <eos>; `question_weight` in the question; 0 in the padding."""
     targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=data.PAD)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    attend = functools.partial(causal_attention, kind)
+    fastest = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=fastest)
     embedded = dataclasses.replace(params, embed=LookUp(params.embed))
     hidden = hidden_states(config, embedded, tokens, positions, lambda _, new: attend(*new.heads()))
     nll = surprise(unembed(params, hidden), targets)
@@ -178,14 +150,13 @@ def train(
     """
     on_gpu = jax.default_backend() == "gpu"
     compute = jnp.bfloat16 if on_gpu else jnp.float32
-    kind = choose_attention() if args.attention == "auto" else args.attention
     sizes = [len(bucket) for bucket in buckets]
     batch = [max(1, round(args.batch_rows * size / sum(sizes))) for size in sizes]
     tokens_per_step = sum(rows * bucket.shape[1] for rows, bucket in zip(batch, buckets, strict=True))
 
     def loss(params: dict[str, Params], rows: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         cast = jax.tree.map(lambda leaf: leaf.astype(compute), params["decoder"])
-        parts = [row_losses(config, cast, tokens, newline, args.question_weight, kind) for tokens in rows]
+        parts = [row_losses(config, cast, tokens, newline, args.question_weight) for tokens in rows]
         zero = jnp.float32(0)
         weight = sum((w.sum() for w, _ in parts), zero)
         answers = sum(((w == 1).sum() for w, _ in parts), zero)
@@ -216,7 +187,7 @@ def train(
 
     params = initial_params(config, jax.random.key(args.seed))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"{name}: {count:,} parameters, {tokens_per_step:,} tokens a step in rows {batch}, attention {kind}")
+    print(f"{name}: {count:,} parameters, {tokens_per_step:,} tokens a step in rows {batch}")
     state = TrainState.create(apply_fn=hidden_states, params={"decoder": params}, tx=optimizer)
     key = jax.random.key(args.seed + 1)
 
@@ -295,7 +266,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--question-weight", type=float, default=0.1, help="weight of the loss on question tokens")
     parser.add_argument("--chunk", type=int, default=20, help="steps in one program")
-    parser.add_argument("--attention", choices=("auto", "cudnn", "xla"), default="auto")
     parser.add_argument("--eval-problems", type=int, default=2048)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)

@@ -100,7 +100,7 @@ def test_loss_is_the_decoders_own_and_counts_what_it_should(tokenizer: Tokenizer
 
     @jax.jit
     def found(params: Params, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        losses = train_pair.row_losses(config, params, tokens, newline, 0.25, "xla")
+        losses = train_pair.row_losses(config, params, tokens, newline, 0.25)
         return losses, jax.nn.log_softmax(logits(config, params, tokens))
 
     (weights, nll), expected = jax.tree.map(np.asarray, found(params, jnp.asarray(tokens)))
