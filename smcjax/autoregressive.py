@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from smcjax.decoders import Autoregressive as Autoregressive
 from smcjax.decoding import admission
 from smcjax.decoding.constraints import extend
-from smcjax.decoding.cycle_view import reserve, view_of
+from smcjax.decoding.cycle_view import view_of
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.distribution import Drawn, SamplingDistribution, distribution_of, processed_logits, sample
 from smcjax.decoding.drafts.next_token import Steps, next_token, plan_steps, prepare
@@ -24,6 +24,7 @@ from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.scores import by_group, scores
+from smcjax.decoding.speculation import reserve
 from smcjax.model.decoder import unembed
 
 State = Groups  # one row a request
@@ -43,7 +44,7 @@ def start(program: TargetProgram, params: PairParams, state: State, last_hidden:
 def step(program: TargetProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every running request by one token."""
     config, ran = program.target, state.running
-    state, _ = reserve(state, width=1, page_size=program.page_size)  # no other row shares the page that is written
+    state, _ = reserve(program, state)  # no other row shares the page that is written
     position = state.sequences.length - 1
     tokens = state.sequences.token_at(position)[:, None]
     view = view_of(state, tokens, position[:, None], None, width=1, page_size=program.page_size)

@@ -84,8 +84,7 @@ def row_adjustments(groups: Groups, rows: int) -> RowAdjustments | None:
     if asked is None:
         return None
     size, vocabulary = requests.stops.shape
-    each = groups.sequences.length.shape[0] // size
-    tokens, length = groups.sequences.tokens[::each], groups.sequences.length[::each]
+    tokens, length = groups.leaders.tokens, groups.leaders.length
     group, place = jnp.arange(size)[:, None], jnp.arange(tokens.shape[1])[None]
     of_prompt = place < requests.prompt_length[:, None]
     of_answer = ~of_prompt & (place < length[:, None])

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.constraints import beginning_states
 from smcjax.decoding.groups import Groups, Memory, PairParams
-from smcjax.decoding.prefill import chunk_view, leaders_of, prefill_chunk
+from smcjax.decoding.prefill import chunk_view, prefill_chunk
 from smcjax.decoding.program import Program, by_implementation
 from smcjax.decoding.scores import Scores, prompt_scores
 from smcjax.decoding.sequences import Population, Requests, Sequences, population
@@ -112,8 +112,7 @@ def prefill_scored[S: Groups](
 ) -> tuple[S, Float[Array, "G E"], Scores]:
     """Reads like `prefill`; returns the scores [G, chunk] of the tokens behind the chunk's positions too."""
     groups, last_hidden, hidden = _read(program, params, groups, start_at, chunk, last_hidden, cached)
-    leaders = leaders_of(groups.sequences, last_hidden.shape[0])
-    return groups, last_hidden, prompt_scores(program, params, leaders, start_at, hidden)
+    return groups, last_hidden, prompt_scores(program, params, groups.leaders, start_at, hidden)
 
 
 def _read[S: Groups](
@@ -126,7 +125,7 @@ def _read[S: Groups](
     cached: Int[Array, " G"] | None,
 ) -> tuple[S, Float[Array, "G E"], Float[Array, "G chunk E"]]:
     """Reads one chunk in all models; the hidden states at prompts' ends, and at all the chunk's positions."""
-    memory, leaders = groups.memory, leaders_of(groups.sequences, last_hidden.shape[0])
+    memory, leaders = groups.memory, groups.leaders
     aux = program.aux_hidden_states()
     target, last_hidden, hidden = prefill_chunk(
         program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, cached, aux
@@ -146,7 +145,7 @@ def conclude(program: Program[Any], state: Groups) -> tuple[Population, Memory]:
     """The ended sequences of groups whose rows agree, one a request, and the memory with every page given back."""
     count = state.running.shape[0]
     ended = population(
-        leaders_of(state.sequences, count),
+        state.leaders,
         log_weight=jnp.zeros((count, 1)),
         log_evidence=jnp.zeros(count),
         selected=jnp.zeros(count, jnp.int32),

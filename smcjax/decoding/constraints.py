@@ -120,8 +120,7 @@ def row_constraint(groups: Groups, rows: int) -> RowConstraint | None:
     requests, sequences = groups.requests, groups.sequences
     if groups.memory.automata is None:
         return None
-    each = sequences.length.shape[0] // requests.automaton.shape[0]
-    step = each // rows
+    step = groups.rows // rows
 
     def per_row(per_group: jax.Array) -> jax.Array:
         return jnp.repeat(per_group, rows, axis=0)
@@ -169,6 +168,7 @@ def extend(
 
     Also returns what each row keeps. Tokens behind column `last` are none of the row's.
     """
+    constraint = row_constraint(groups, groups.rows)
     block = cut_block(
         tokens,
         groups.per_row(groups.requests.stops),
@@ -177,7 +177,6 @@ def extend(
         last=last,
     )
     sequences = append(groups.sequences, tokens, logprobs, block, live)
-    constraint = row_constraint(groups, tokens.shape[0] // groups.running.shape[0])
     if constraint is None:
         return sequences, block
     kept = jnp.where(block.counted & live[:, None], tokens, constraint.stops.shape[1])

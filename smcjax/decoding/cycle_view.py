@@ -1,89 +1,16 @@
-"""A speculative cycle's view of its rows: the pages that it may write, and the slots that its queries see."""
+"""A cycle's view of its rows: where their new tokens go, and the slots that their queries see."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.groups import Groups
-from smcjax.kv import TRASH, Copies, PagePool, keep_until, make_room, truncate_pages
+from smcjax.kv import TRASH, Copies
 from smcjax.model.view import BatchView
-
-
-@jax.named_scope("reserve")
-def reserve[S: Groups](groups: S, *, width: int, page_size: int) -> tuple[S, Copies | None]:
-    """Gives live rows pages of their own for the `width` positions from their frontier on, as far as their cap.
-
-    Also returns which shared part-filled pages each model's first forward is to copy.
-    """
-    sequences, frontier_at = groups.sequences, groups.sequences.length - 1
-    rows = sequences.length.shape[0] // groups.running.shape[0]
-    # The cap's own token is never scored after, so nothing past it needs a page.
-    last = jnp.minimum(frontier_at + width - 1, groups.per_row(groups.requests.limit) - 1)
-    room = make_room(
-        groups.memory.pool,
-        sequences.block_table,
-        frontier_at,
-        last,
-        groups.live,
-        page_size=page_size,
-        max_width=width,
-        group=rows,
-    )
-    groups = _with_pages(groups, room.pool, room.block_table)
-    # Pages of one token are never part-filled, and rows of one group alone share one that is.
-    never = page_size == 1 or rows == 1
-    return groups, None if never else Copies(room.copy_from, room.copy_to)
-
-
-def keep_pages[S: Groups](groups: S, table: Int[Array, "R M"], ran: Bool[Array, " G"], *, page_size: int) -> S:
-    """Makes the rows of groups that `ran` name the pages of `table` up to their last KV that counts, and no others.
-
-    The last KV that counts is the one before the frontier: what rejected drafts wrote is behind it.
-    """
-    sequences, pool = groups.sequences, groups.memory.pool
-    goes = groups.per_row(ran)
-    kept = keep_until(pool, sequences.block_table, table, sequences.length, goes, page_size=page_size)
-    return _with_pages(groups, *kept)
-
-
-def agree_on_pages[S: Groups](
-    groups: S,
-    source: Int[Array, " R"] | None,
-    before: Int[Array, " R"],
-    ran: Bool[Array, " G"],
-    *,
-    width: int,
-    page_size: int,
-) -> S:
-    """Does what `keep_pages` does with the pages of each row's `source`, where rows of a group agree between cycles.
-
-    Without a source each row keeps its own. `before` are lengths before the cycle, which reserved pages for `width`
-    positions from the frontier on.
-    """
-    sequences = groups.sequences
-    truncated = truncate_pages(
-        groups.memory.pool,
-        sequences.block_table,
-        source,
-        before,
-        sequences.length,
-        groups.per_row(ran),
-        page_size=page_size,
-        max_width=width,
-        group=sequences.length.shape[0] // ran.shape[0],
-    )
-    return _with_pages(groups, *truncated)
-
-
-def _with_pages[S: Groups](groups: S, pool: PagePool, table: Int[Array, "R M"]) -> S:
-    """The groups with this pool and block table."""
-    sequences = dataclasses.replace(groups.sequences, block_table=table)
-    return dataclasses.replace(groups, sequences=sequences).with_memory(pool=pool)
 
 
 def pages_at(groups: Groups, positions: Int[Array, "R T"], page_size: int) -> Int[Array, "R T"]:
@@ -126,7 +53,7 @@ def view_of(
         lengths=jnp.where(groups.live, end, 0),
         num_immutable=frontier_at,
         copies=copies,
-        rows=groups.sequences.length.shape[0] // groups.running.shape[0],
+        rows=groups.rows,
         page_size=page_size,
     )
 

@@ -48,13 +48,23 @@ class Groups:
     memory: Memory
 
     @property
+    def rows(self) -> int:
+        """N."""
+        return self.sequences.length.shape[0] // self.running.shape[0]
+
+    @property
+    def leaders(self) -> Sequences:
+        """The first row of each group."""
+        return jax.tree.map(lambda x: x[:: self.rows], self.sequences)
+
+    @property
     def live(self) -> Bool[Array, " R"]:
         """Rows that a cycle advances."""
         return self.per_row(self.running) & ~self.sequences.finished
 
     def per_row(self, per_group: Array) -> Array:
         """A [G, …] array repeated for every row: [R, …]."""
-        return jnp.repeat(per_group, self.sequences.length.shape[0] // self.running.shape[0], axis=0)
+        return jnp.repeat(per_group, self.rows, axis=0)
 
     def by_group(self, rows: Array) -> Array:
         """An [R, …] array as [G, N, …]."""

@@ -6,7 +6,6 @@ compiles anything new. Where its first pages hold KV already (`smcjax.engine.sch
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -71,9 +70,3 @@ def chunk_view(
         num_immutable=positions[:, 0],
         page_size=page_size,
     )
-
-
-def leaders_of(sequences: Sequences, groups: int) -> Sequences:
-    """The first row of each group."""
-    fan_out = sequences.length.shape[0] // groups
-    return jax.tree.map(lambda x: x[::fan_out], sequences)

@@ -44,8 +44,7 @@ def scores(logits: Float[Array, "*shape V"], logprobs: Float[Array, "*shape"]) -
 
 def by_group[S: Groups](groups: S, of_rows: Scores) -> Scores:
     """Scores [R, …] or, where all rows of a group have the same, [G, …], as [G, N, …]."""
-    size = groups.running.shape[0]
-    n = groups.sequences.length.shape[0] // size
+    size, n = groups.running.shape[0], groups.rows
 
     def arranged(x: jax.Array) -> jax.Array:
         if x.shape[0] == size * n:

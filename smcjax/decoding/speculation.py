@@ -1,4 +1,4 @@
-"""The part of a speculative cycle that all its decoders share: drafts, and the target's scores of them."""
+"""The part of a speculative cycle that its decoders share: pages, drafts, and the target's scores of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.cycle_view import pages_at, reserve, view_of, written_once
+from smcjax.decoding.cycle_view import pages_at, view_of, written_once
 from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.drafts.proposer import Drafts, TreeProposer
 from smcjax.decoding.drafts.tree_drafts import Path, TreeDrafts
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program
-from smcjax.kv import TRASH, Copies
+from smcjax.kv import TRASH, Copies, PagePool, keep_until, make_room, truncate_pages
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import (
     Scratch,
@@ -35,17 +35,43 @@ class Kept(NamedTuple):
     features: Float[Array, "R M E"] | None  # by node, for a proposer that reads them
 
 
+@jax.named_scope("reserve")
+def reserve[S: Groups](program: Program[Any], groups: S) -> tuple[S, Copies | None]:
+    """Gives live rows pages of their own for a block's positions, from their frontier on, as far as their cap.
+
+    Also returns which shared part-filled pages each model's first forward is to copy.
+    """
+    sequences, frontier_at = groups.sequences, groups.sequences.length - 1
+    # The cap's own token is never scored after, so nothing past it needs a page.
+    width, page_size = program.speculation.width, program.page_size
+    last = jnp.minimum(frontier_at + width - 1, groups.per_row(groups.requests.limit) - 1)
+    room = make_room(
+        groups.memory.pool,
+        sequences.block_table,
+        frontier_at,
+        last,
+        groups.live,
+        page_size=page_size,
+        max_width=width,
+        group=groups.rows,
+    )
+    groups = _with_pages(groups, room.pool, room.block_table)
+    # Pages of one token are never part-filled, and rows of one group alone share one that is.
+    never = page_size == 1 or groups.rows == 1
+    return groups, None if never else Copies(room.copy_from, room.copy_to)
+
+
 def propose[S: Groups](
     program: Program[Any],
     params: PairParams,
     groups: S,
     distribution: SamplingDistribution,
+    copies: Copies | None,
     *,
     keep_logits: bool = False,
-) -> tuple[S, Drafts, Copies | None]:
-    """Reserves the block's pages and drafts K tokens a row; the copies are for the target's forward to make too."""
+) -> tuple[S, Drafts]:
+    """Drafts K tokens a row, whose KV goes to pages that `reserve` has taken."""
     assert program.proposer is not None
-    groups, copies = reserve(groups, width=program.speculation.width, page_size=program.page_size)
     drafts, draft = program.proposer.propose(
         program.speculation,
         params.draft,
@@ -55,7 +81,7 @@ def propose[S: Groups](
         page_size=program.page_size,
         keep_logits=keep_logits,
     )
-    return groups.with_memory(draft=draft), drafts, copies
+    return groups.with_memory(draft=draft), drafts
 
 
 @jax.named_scope("verify")
@@ -96,15 +122,14 @@ def score[S: Groups](
 
 
 def propose_tree[S: Groups](
-    program: Program[Any], params: PairParams, groups: S, distribution: SamplingDistribution
-) -> tuple[S, TreeDrafts, Copies | None]:
+    program: Program[Any], params: PairParams, groups: S, distribution: SamplingDistribution, copies: Copies | None
+) -> tuple[S, TreeDrafts]:
     """Like `propose`, but drafts a tree of tokens a row."""
     proposer = cast(TreeProposer, program.proposer)
-    groups, copies = reserve(groups, width=program.speculation.width, page_size=program.page_size)
     drafts, draft = proposer.propose_tree(
         program.speculation, params.draft, groups, copies, distribution, page_size=program.page_size
     )
-    return groups.with_memory(draft=draft), drafts, copies
+    return groups.with_memory(draft=draft), drafts
 
 
 def score_tree[S: Groups](
@@ -157,3 +182,45 @@ def keep_path[S: Groups](program: Program[Any], groups: S, drafts: TreeDrafts, k
         draft = program.features_proposer.write_features(draft, features, path.positions, path.pages)
     target = write_path(program.target, groups.memory.target, kept.scratch, *path)
     return groups.with_memory(target=target, draft=draft)
+
+
+def keep_pages[S: Groups](program: Program[Any], groups: S, ran: Bool[Array, " G"]) -> S:
+    """Makes the rows of groups that `ran` give back their pages behind their last KV that counts.
+
+    The last KV that counts is the one before the frontier: what rejected drafts wrote is behind it.
+    """
+    pool, table, length = groups.memory.pool, groups.sequences.block_table, groups.sequences.length
+    kept = keep_until(pool, table, table, length, groups.per_row(ran), page_size=program.page_size)
+    return _with_pages(groups, *kept)
+
+
+def agree_on_pages[S: Groups](
+    program: Program[Any],
+    groups: S,
+    source: Int[Array, " R"] | None,
+    before: Int[Array, " R"],
+    ran: Bool[Array, " G"],
+) -> S:
+    """Makes the rows of groups that `ran`, which agree between cycles, name what `keep_pages` keeps of their `source`.
+
+    Without a source each row keeps its own. `before` are lengths before the cycle.
+    """
+    sequences = groups.sequences
+    truncated = truncate_pages(
+        groups.memory.pool,
+        sequences.block_table,
+        source,
+        before,
+        sequences.length,
+        groups.per_row(ran),
+        page_size=program.page_size,
+        max_width=program.speculation.width,
+        group=groups.rows,
+    )
+    return _with_pages(groups, *truncated)
+
+
+def _with_pages[S: Groups](groups: S, pool: PagePool, table: Int[Array, "R M"]) -> S:
+    """The groups with this pool and block table."""
+    sequences = dataclasses.replace(groups.sequences, block_table=table)
+    return dataclasses.replace(groups, sequences=sequences).with_memory(pool=pool)

@@ -27,7 +27,6 @@ from smcjax.decoders import Rejection
 from smcjax.decoding import admission
 from smcjax.decoding import groups as decoding
 from smcjax.decoding.constraints import extend
-from smcjax.decoding.cycle_view import agree_on_pages
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of, processed_logits, sample
 from smcjax.decoding.drafts.proposer import Drafts
@@ -36,7 +35,8 @@ from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, Softmax, draw, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
-from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
+from smcjax.decoding.speculation import agree_on_pages, keep_path, propose, propose_tree, reserve, score, score_tree
+from smcjax.kv import Copies
 from smcjax.model.decoder import unembed
 from smcjax.noise import uniforms
 from smcjax.rejection.rules import TreeVerification, Verification, candidates, tree
@@ -80,7 +80,8 @@ class Accepted(NamedTuple):
 def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every running request by 1 to K + 1 tokens."""
     accept = _along_candidates if program.speculation.tree is None else _along_tree
-    state, run = accept(program, params, state)
+    state, copies = reserve(program, state)
+    state, run = accept(program, params, state, copies)
     before, ran = state.sequences.length, state.running
     with jax.named_scope("decide"):
         following = draw(group_keys(state.requests.key, state.cycle, Purpose.NEXT), jnp.log(run.law))
@@ -97,9 +98,8 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         state = dataclasses.replace(state, cycle=state.cycle + ran.astype(jnp.int32))
         of_tokens = by_group(state, scores(run.target.logits, logprobs)) if "logprobs" in program.features else None
         # All rows of a request name the pages of the accepted one.
-        pages = {"width": program.speculation.width, "page_size": program.page_size}
         source = None if run.row is None else state.per_row(run.row)
-        state = agree_on_pages(state, source, before, ran, **pages)
+        state = agree_on_pages(program, state, source, before, ran)
     groups, columns = tokens.shape
     info = Info(
         ran=ran,
@@ -112,10 +112,12 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
     return state, info
 
 
-def _along_candidates(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
+def _along_candidates(
+    program: RejectionProgram, params: PairParams, state: State, copies: Copies | None
+) -> tuple[State, Accepted]:
     """Drafts N candidates, scores and judges them."""
     distribution = _distribution(program, state, program.rows)
-    state, drafts, copies = propose(program, params, state, distribution, keep_logits=True)
+    state, drafts = propose(program, params, state, distribution, copies, keep_logits=True)
     state, logits, _ = score(program, params, state, drafts.tokens, copies)
     with jax.named_scope("decide"):
         columns = range(logits.shape[1])
@@ -129,12 +131,14 @@ def _along_candidates(program: RejectionProgram, params: PairParams, state: Stat
     return state, Accepted(source, verification.accepted, tokens, of_rows, verification.law)
 
 
-def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
+def _along_tree(
+    program: RejectionProgram, params: PairParams, state: State, copies: Copies | None
+) -> tuple[State, Accepted]:
     """Drafts a tree, scores and judges it, and writes the accepted path's KV to pages."""
     shape = program.speculation.tree
     assert shape is not None
     distribution = _distribution(program, state, 1)
-    state, drafts, copies = propose_tree(program, params, state, distribution)
+    state, drafts = propose_tree(program, params, state, distribution, copies)
     state, logits, kept = score_tree(program, params, state, drafts.tokens, copies)
     with jax.named_scope("decide"):
         earlier = distribution.before(drafts.tokens, shape.drafts_to(range(shape.size)))

@@ -1,5 +1,6 @@
 """The SMC cycle as one pure function of (params, state), made of parts.
 
+    reserve    pages of its own for each particle's block
     propose    K tokens a particle from the draft model
     score      all of them in one forward of the target
     judge      which drafts a particle keeps, and the token behind them (`smcjax.smc.acceptance`)
@@ -25,7 +26,6 @@ from jaxtyping import Array, Bool, Float
 from smcjax import noise
 from smcjax.decoders.parts import Ending, Potential
 from smcjax.decoding.constraints import RowConstraint, extend, row_constraint
-from smcjax.decoding.cycle_view import keep_pages
 from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.drafts.proposer import Drafts
 from smcjax.decoding.groups import PairParams
@@ -33,7 +33,7 @@ from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, forbid_stops, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Block, Sequences
-from smcjax.decoding.speculation import propose, score
+from smcjax.decoding.speculation import keep_pages, propose, reserve, score
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.acceptance import NewBlock, Scored
 from smcjax.smc.chosen_parts import acceptance_of, ending_of, potentials_of
@@ -51,13 +51,15 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     constraint = row_constraint(state, program.rows)
     proposal = draft_distribution(state, constraint)
     # `copies` are part-filled pages shared with other rows, which both models' first forwards copy before they write.
-    state, drafts, copies = propose(program, params, state, proposal, keep_logits=acceptance.rejects)
+    state, copies = reserve(program, state)
+    state, drafts = propose(program, params, state, proposal, copies, keep_logits=acceptance.rejects)
     state, logits, hidden = score(program, params, state, drafts.tokens, copies)
     scored = scored_drafts(program, state, logits, drafts, constraint)
     block = dataclasses.replace(acceptance.judge(scored), hidden=hidden)
-    state = end(commit(state, block, potentials_of(program)), ending_of(program.decoding))
+    state = commit(state, block, potentials_of(program))
+    state = end(state, ending_of(program.decoding))
     if acceptance.rejects:
-        state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
+        state = keep_pages(program, state, ran)
     if "logprobs" in program.features:
         block = dataclasses.replace(block, scores=scores(scored.logits, block.logprobs))
     return resample(program, state, block, ran)
@@ -154,8 +156,15 @@ def steer(
     sequences, before, wanted = state.sequences, state.log_potential, state.requests.potentials
     begin = state.per_row(state.requests.prompt_length)
     wanted = None if wanted is None else state.per_row(wanted)
-    ends = (begin, sequences.length, sequences.finished)
-    answers = Answers(sequences.tokens, *ends, logprobs=sequences.logprobs, wanted=wanted, hidden=hidden)
+    answers = Answers(
+        sequences.tokens,
+        begin,
+        sequences.length,
+        sequences.finished,
+        sequences.logprobs,
+        wanted=wanted,
+        hidden=hidden,
+    )
     nothing = jnp.zeros(begin.shape, before.dtype)
     value = state.by_group(sum((one.log_value(answers) for one in potentials), nothing))
     value = jnp.where(state.by_group(live), value, before)
@@ -182,13 +191,13 @@ def resample(
 
     `block` is the rows' newest one. Copies get the `pending` tokens behind the committed ones as well.
     """
-    smc, log_weight = program.decoding, state.log_weight
+    log_weight = state.log_weight
     plan = plan_resampling(
         group_keys(state.requests.key, state.cycle, Purpose.RESAMPLE),
         log_weight,
         state.running,
-        method=smc.resampling,
-        threshold=smc.ess_threshold,
+        method=program.decoding.resampling,
+        threshold=program.decoding.ess_threshold,
     )
     weighed, state = state.by_group(state.sequences.length), fork(state, plan, pending=pending)
     info = Info(

@@ -15,15 +15,15 @@ from smcjax.decoding import admission
 from smcjax.decoding.constraints import masked, row_constraint
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.program import by_implementation
-from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
+from smcjax.decoding.sampling import Purpose, draw, group_keys, row_keys
 from smcjax.decoding.sequences import Population, Requests, population
 from smcjax.model.decoder import unembed
 from smcjax.smc.acceptance import NewBlock
 from smcjax.smc.chosen_parts import potentials_of
-from smcjax.smc.cycle import commit
+from smcjax.smc.cycle import commit, tempered
 from smcjax.smc.potential import reads_hidden
 from smcjax.smc.state import SMCProgram, State
-from smcjax.smc.weights import bonus_increment, log_mean_weight, logprob_at, temper
+from smcjax.smc.weights import bonus_increment, log_mean_weight, logprob_at
 
 
 def begin(
@@ -50,14 +50,10 @@ def begin(
 @by_implementation
 def start(program: SMCProgram, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws x₀ for every particle from the target's prefill logits, by the bonus rule."""
-    smc, requests, sequences = program.decoding, state.requests, state.sequences
-    logits = state.per_row(unembed(params.target, last_hidden))
-    possible = forbid_stops(
-        logits, state.per_row(requests.stops), jnp.ones_like(sequences.length), state.per_row(requests.min_tokens)
-    )
-    logits = temper(possible, state.per_row(requests.temperature))
-    keys = row_keys(requests.key, state.cycle, smc.n_particles, Purpose.FIRST)
-    constraint = row_constraint(state, smc.n_particles)
+    smc = program.decoding
+    logits = tempered(state, state.per_row(unembed(params.target, last_hidden))[:, None])[:, 0]
+    keys = row_keys(state.requests.key, state.cycle, program.rows, Purpose.FIRST)
+    constraint = row_constraint(state, program.rows)
     allowed = None if constraint is None else constraint.allowed()
     first = draw(keys, masked(smc.power * logits, allowed))
     potentials = potentials_of(program)

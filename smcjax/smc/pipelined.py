@@ -27,14 +27,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smcjax.decoding.constraints import row_constraint
-from smcjax.decoding.cycle_view import reserve
 from smcjax.decoding.disaggregation import Part, run_disaggregated
 from smcjax.decoding.drafts.proposer import Drafts
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.scores import Scores, scores
 from smcjax.decoding.sequences import put_behind
-from smcjax.decoding.speculation import score
+from smcjax.decoding.speculation import propose, reserve, score
 from smcjax.smc.acceptance import NewBlock
 from smcjax.smc.chosen_parts import ending_of, potentials_of
 from smcjax.smc.cycle import commit, draft_distribution, end, resample, tempered
@@ -70,7 +69,7 @@ def ahead_of(state: State, pending: Drafts) -> State:
     lead = state.per_row(jnp.where(state.cycle == 0, 0, gamma))
     length = sequences.length + lead
     capped = (lead > 0) & (length >= state.per_row(state.requests.limit))
-    constraint = row_constraint(state, state.log_weight.shape[1])
+    constraint = row_constraint(state, state.rows)
     automaton = None
     if constraint is not None:
         none = constraint.stops.shape[1]  # stands for no token
@@ -85,20 +84,14 @@ def draft_and_score(
 ) -> tuple[State, Drafts, NewBlock]:
     """The next K drafts a row, and the pending block with its weights, each written to its model's KV."""
     smc, waiting = program.decoding, state.cycle == 0
-    proposer = program.proposer
-    assert proposer is not None
-    ahead, copies = reserve(ahead_of(state, pending), width=program.speculation.width, page_size=program.page_size)
+    ahead, copies = reserve(program, ahead_of(state, pending))
     own_table = dataclasses.replace(state.sequences, block_table=ahead.sequences.block_table)
     state = dataclasses.replace(state, sequences=own_table).with_memory(pool=ahead.memory.pool)
 
     def drafting(memory: Any) -> tuple[Any, Drafts]:
-        groups = ahead.with_memory(draft=memory)
-        drafts, memory = proposer.propose(
-            program.speculation, params.draft, groups, copies,
-            draft_distribution(ahead, row_constraint(ahead, program.rows)),
-            page_size=program.page_size,
-        )  # fmt: skip
-        return memory, drafts
+        distribution = draft_distribution(ahead, row_constraint(ahead, program.rows))
+        groups, drafts = propose(program, params, ahead.with_memory(draft=memory), distribution, copies)
+        return groups.memory.draft, drafts
 
     asked = reads_hidden(potentials_of(program))
 

@@ -17,8 +17,7 @@ import pytest
 
 from smcjax import smc
 from smcjax.decoders import Autoregressive, Rejection
-from smcjax.decoding.cycle_view import reserve
-from smcjax.decoding.speculation import score
+from smcjax.decoding.speculation import reserve, score
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
 from smcjax.model.view import BatchView
@@ -169,7 +168,7 @@ def _is_approximate(sparse: SparseVerification | None) -> bool:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scored(program: Any, params: Any, state: Any, drafts: Any) -> jax.Array:
-    state, copies = reserve(state, width=3, page_size=4)
+    state, copies = reserve(program, state)
     return score(program, params, state, drafts, copies)[1]
 
 

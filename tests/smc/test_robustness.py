@@ -16,7 +16,7 @@ import pytest
 import smcjax.model.attention
 from smcjax import smc
 from smcjax.decoding.sampling import Purpose, column_keys, group_keys, row_keys
-from smcjax.decoding.speculation import propose, score
+from smcjax.decoding.speculation import propose, reserve, score
 from smcjax.pallas import paged_attention_reference
 from smcjax.smc import cycle
 from smcjax.smc.weights import bonus_increment, draft_increment
@@ -209,7 +209,8 @@ def test_draft_equal_to_target_changes_no_weight() -> None:
 def propose_and_verify(program: smc.Program, params: smc.PairParams, prompts: Any, requests: Any) -> tuple[Any, ...]:
     """The first cycle up to its weights: state, drafts, increments."""
     state = smc.init(program, params, prompts, requests)
-    state, drafts, copies = propose(program, params, state, cycle.draft_distribution(state, None))
+    state, copies = reserve(program, state)
+    state, drafts = propose(program, params, state, cycle.draft_distribution(state, None), copies)
     state, logits, _ = score(program, params, state, drafts.tokens, copies)
     block = smc.KeepAll().judge(cycle.scored_drafts(program, state, logits, drafts, None))
     return state, drafts.tokens, block.increments

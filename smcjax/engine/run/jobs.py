@@ -227,8 +227,7 @@ class BatchJobs:
         self, groups: Any, cached: jax.Array, start_at: jax.Array, cache_slots: jax.Array
     ) -> tuple[Any, jax.Array]:
         """Puts pages of P groups' prompts, from the one of position `start_at` on, into cache slots [P, pages]."""
-        each = groups.sequences.block_table.shape[0] // cache_slots.shape[0]
-        table, first = groups.sequences.block_table[::each], start_at // self.program.page_size
+        table, first = groups.leaders.block_table, start_at // self.program.page_size
         numbers = jnp.minimum(first[:, None] + jnp.arange(cache_slots.shape[1])[None], table.shape[1] - 1)
         pages = jnp.take_along_axis(table, numbers, axis=1)
         pool, cached = keep(groups.memory.pool, cached, cache_slots.reshape(-1), pages.reshape(-1))

@@ -121,12 +121,13 @@ DECODINGS = [
 ]
 
 
-def drafted(program: Any, params: PairParams, state: Any) -> tuple[Any, Any]:
+def drafted(program: Any, params: PairParams, state: Any) -> Any:
     """Returns the drafts of the next step and the logits that it takes for q, which come back processed."""
     distribution = distribution_of(state, rows=program.rows, features=program.features)
+    state, copies = speculation.reserve(program, state)
     if program.speculation.tree is not None:
-        return speculation.propose_tree(program, params, state, distribution)[1:]
-    return speculation.propose(program, params, state, distribution, keep_logits=True)[1:]
+        return speculation.propose_tree(program, params, state, distribution, copies)[1]
+    return speculation.propose(program, params, state, distribution, copies, keep_logits=True)[1]
 
 
 def mistakes(eagle: Eagle, params: PairParams, program: Any, state: Any, drafts: Any) -> float:
@@ -166,7 +167,7 @@ def decode(decoding: Rejection, ids: tuple[int, ...] | None = PRUNED, cycles: in
     eagle, params = head_of(ids)
     program = rejection.Program(decoding, TARGET, eagle, MAX_MODEL_LEN, 4)
     state = init(rejection, program, params, *batch(ASKS, V, MAX_MODEL_LEN, width=6), 200)
-    cycle = jax.jit(lambda params, state: (drafted(program, params, state)[0], *rejection.step(program, params, state)))
+    cycle = jax.jit(lambda params, state: (drafted(program, params, state), *rejection.step(program, params, state)))
     worst, accepted = 0.0, set()
     for _ in range(cycles):
         if not state.running.any():
@@ -232,7 +233,7 @@ def test_particles_that_fork_draft_from_their_own_path() -> None:
         smc.SMC(n_particles=3, gamma=2, control=0.3, ess_threshold=1.0), TARGET, eagle, MAX_MODEL_LEN, 4
     )
     state = init(smc, program, params, *batch(asks, V, MAX_MODEL_LEN, width=6), 300)
-    cycle = jax.jit(lambda params, state: (drafted(program, params, state)[0], *smc.step(program, params, state)))
+    cycle = jax.jit(lambda params, state: (drafted(program, params, state), *smc.step(program, params, state)))
     forked = uneven = 0
     for _ in range(5):
         drafts, after, info = cycle(params, state)
