@@ -1,4 +1,4 @@
-"""Tensor parallelism on eight virtual devices: the tokens of one device, by every decoder, and the engine's laws.
+"""Tensor parallelism on eight virtual devices: the tokens of one device, and the engine's laws.
 
 Run by `test_parallel.py` in a process of its own, for XLA is told the number of devices when it starts. In f32 the
 order in which devices' sums are added up changes logits in the last bits alone, and no draw here is that close.
@@ -138,17 +138,10 @@ def same_everywhere(llm: LLM) -> None:
             np.testing.assert_array_equal(first, other)
 
 
-INT8 = {"quantization": "int8", "draft_quantization": "int8"}
-DECODERS: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "smc": (SMC(4, 3, control=0.3), 4, {}),
-    "int8": (Rejection(gamma=3, n_candidates=2), 2, INT8),
-}
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_tokens_are_those_of_one_device(name: str, target: str, draft: str) -> None:
-    decoding, size, changes = DECODERS[name]
-    assert answers(target, draft, decoding, size, **changes) == alone(target, draft, decoding, **changes)
+def test_tokens_in_int8_are_those_of_one_device(target: str, draft: str) -> None:
+    """By rejection; of a population they are so in `parallel_requests_laws`, with resampling and control."""
+    decoding, int8 = Rejection(gamma=3, n_candidates=2), {"quantization": "int8", "draft_quantization": "int8"}
+    assert answers(target, draft, decoding, 2, **int8) == alone(target, draft, decoding, **int8)
 
 
 BLOCKS = {"kernel_size": 4, "kernel_stride": 2, "block_size": 8, "num_blocks": 2, "init_blocks": 0, "local_blocks": 1}
