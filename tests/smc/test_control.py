@@ -16,9 +16,10 @@ import pytest
 from smcjax import smc
 from smcjax.decoding.drafts.ngram import NGram
 from smcjax.kv import pages_for
-from tests.helpers import Ask, assert_pages_sound, finish, outputs, release, start, step, tiny_pair
+from tests.helpers import assert_pages_sound, finish, outputs, release, start, step, tiny_pair
 from tests.smc.enumeration import Enumeration, Toy, deviation
 from tests.smc.mutations import CONTROL_MUTATIONS
+from tests.smc.test_invariance import ASKS
 from tests.smc.test_unbiased import enumerate_smc
 from tests.test_testing import Capped
 
@@ -96,12 +97,6 @@ def test_a_control_nears_the_target() -> None:
 PAIR = tiny_pair()
 MAX_MODEL_LEN = 24
 BASE = PAIR.program(MAX_MODEL_LEN, page_size=4, ess_threshold=0.95, control=0.3)
-ASKS = [
-    Ask((1, 3, 0, 2, 2), max_tokens=11, stops=(4,), min_tokens=3, seed=21),
-    Ask((2,), max_tokens=16, temperature=0.7, seed=22),
-    Ask((0, 1, 2, 3, 1, 2, 3, 0, 2), max_tokens=100, temperature=1.3, stops=(4,), min_tokens=6, seed=23),
-    Ask((3, 3, 1), max_tokens=14, seed=24),
-]
 
 
 def answers(program: smc.Program, **memory: int) -> tuple[list[Any], list[smc.Info]]:

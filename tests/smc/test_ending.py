@@ -13,7 +13,6 @@ import pytest
 
 from smcjax import SMC
 from smcjax.smc.ending import Roulette
-from tests.helpers import Ask, finish, release, start, tiny_pair
 from tests.smc.enumeration import Toy, deviation
 from tests.smc.mutations import ROULETTE_MUTATIONS
 from tests.smc.test_unbiased import enumerate_smc
@@ -62,21 +61,3 @@ def test_weights_by_hand() -> None:
     np.testing.assert_allclose(found[0], [8, 0, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found[1], [0, 16 / 7, 40 / 7, 0], rtol=1e-6)
     np.testing.assert_allclose(found[2:], [[1, 2, 5, 0]] * 2, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_groups_do_end_earlier() -> None:
-    """The running step takes fewer cycles; in the end all rows have finished or weigh 0, and pages come back."""
-    pair = tiny_pair()
-    asks = [Ask((1, 2 + seed % 3), max_tokens=20, stops=(4,), min_tokens=6, seed=seed) for seed in range(16)]
-    cycles = {}
-    for early in (False, True):
-        program = pair.program(24, page_size=4, early_end=early, control=0.3)
-        state, infos = finish(program, pair.params, start(program, pair.params, asks))
-        cycles[early] = sum(int(np.asarray(info.ran).sum()) for info in infos)
-        assert not state.failed.any()
-        ended = np.asarray(state.by_group(state.sequences.finished)) | np.isneginf(state.log_weight)
-        assert ended.all()
-        assert np.isneginf(state.log_weight).any() == early
-        assert (release(state).pool.refcount == 0).all()
-    assert cycles[True] < cycles[False]

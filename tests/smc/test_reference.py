@@ -32,8 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "explainer": {"bonus": False, "gamma": 1, "n_particles": 4, "resampling": "residual"},
     "pipelined, one draft": {"pipelined": True, "gamma": 1, "n_particles": 4, "power": 1.5, "ess_threshold": 1.0},
     "pipelined, early end": {"pipelined": True, "gamma": 4, "early_end": True, "ess_threshold": 0.9},
-    "control": {"control": 0.3, "power": 1.3, "draft_temperature": 1.2, "ess_threshold": 0.95},
-    "control, early end": {"control": 0.3, "early_end": True, "ess_threshold": 0.8},
+    "control, early end": {"control": 0.3, "early_end": True, "power": 1.3, "draft_temperature": 1.2}
+    | {"ess_threshold": 0.95},
 }
 
 

@@ -21,7 +21,7 @@ from tests.helpers import Ask, assert_pages_sound, batch, outputs, start, tiny_p
 from tests.lazily import program_patches
 from tests.smc import reference
 
-V, GROUPS, MAX_MODEL_LEN = 3, 2048, 12
+V, GROUPS, MAX_MODEL_LEN = 3, 1024, 12
 TINY = tiny_pair(V, target_layers=1)
 # The target at another temperature as the draft: a mild mismatch, so that no weight is extreme and z-tests hold.
 PAIR = dataclasses.replace(TINY, draft=TINY.target, params=smc.PairParams(TINY.params.target, TINY.params.target))

@@ -13,58 +13,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.attention.paged_attention import attends_by_kernels, paged_attention, plan_sharing
 from smcjax.pallas.attention.paged_attention_sm90 import Tuning, default_tuning, paged_attention_mosaic, supports
-from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.dispatch import active_implementation, implementations
+from tests.pallas.attention.test_prefix_shared import Case, want
+from tests.pallas.attention.test_prefix_shared import case as family
 
 INTERPRET = plgpu.InterpretGPUParams()
-Case = dict[str, jax.Array]
-
-# As one program: its single operations would be compiled one by one.
-reference = jax.jit(paged_attention_reference, static_argnames=("window", "scale"))
 
 
-def case(
-    lengths: list[int], *, columns: int = 1, kv_heads: int = 1, group: int = 4, page_size: int = 32, dim: int = 64
-) -> tuple[Case, Case]:
-    """Scattered pages: with NaN in all slots not in use, and with zeros there.
-
-    Where a row's table names nothing it names the trash page, which is not in use either.
-    """
-    rng = np.random.default_rng(len(lengths) + columns + page_size)
-    rows, width = len(lengths), -(-max(lengths) // page_size) + 2
-    table = 1 + rng.permutation(rows * width).reshape(rows, width)
-    shape = (rows * width + 1, page_size, kv_heads, dim)
-    used = np.zeros(shape[:2], bool)
-    for r, length in enumerate(lengths):
-        slot = np.arange(length)
-        used[table[r, slot // page_size], slot % page_size] = True
-        table[r, -(-length // page_size) :] = 0
-    positions = np.array(lengths)[:, None] - columns + np.arange(columns)
-    inputs = {
-        "q": jnp.asarray(rng.normal(size=(rows, columns, kv_heads * group, dim)), jnp.bfloat16),
-        "block_table": jnp.asarray(table, jnp.int32),
-        "positions": jnp.asarray(positions, jnp.int32),
-    }
-    k, v = (rng.normal(size=shape) for _ in range(2))
-    mask = used[:, :, None, None]
-
-    def pages(values: np.ndarray, fill: float) -> jax.Array:
-        return jnp.asarray(np.where(mask, values, fill), jnp.bfloat16)
-
-    poisoned, clean = ({**inputs, "key_pages": pages(k, fill), "value_pages": pages(v, fill)} for fill in (np.nan, 0.0))
-    return poisoned, clean
+def case(lengths: list[int], **shape: int) -> tuple[Case, Case]:
+    """Rows that share no page."""
+    return family(lengths, [0] * len(lengths), rows=1, **{"page_size": 32, **shape})
 
 
 def check(poisoned: Case, clean: Case, tuning: Tuning) -> None:
     """The kernel in bf16 on poisoned pages against the plain version in f32 on clean ones."""
-    clean = {name: np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
     got = paged_attention_mosaic(**poisoned, tuning=tuning, interpret=INTERPRET)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(got, np.float32),
-        reference(**clean, lengths=np.asarray(clean["positions"])[:, -1] + 1),
-        atol=1.5e-2,
-    )
+    np.testing.assert_allclose(np.asarray(got, np.float32), want(clean), atol=1.5e-2)
 
 
 @pytest.mark.gpu
@@ -76,11 +41,8 @@ def test_on_the_gpu(columns: int, dim: int, first: int) -> None:
     poisoned, clean = case([9, 64, 65, 333], columns=columns, kv_heads=2, page_size=16, dim=dim)
     if first:
         poisoned, clean = loud_start(poisoned), loud_start(clean)
-    clean = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
-    lengths = poisoned["positions"][:, -1] + 1
-    got = paged_attention(**poisoned, lengths=lengths, first=first)
-    want = paged_attention_reference(**clean, lengths=lengths, first=first)
-    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=1.5e-2)
+    got = paged_attention(**poisoned, first=first)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want(clean, first=first), atol=1.5e-2)
 
 
 LLAMA = {"rows": 8, "columns": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
@@ -183,12 +145,10 @@ def test_slots_before_the_first_are_not_seen() -> None:
     """One slot, with a key that would take all of the weight: in the first chunk of one worker alone."""
     tuning = Tuning(splits=2, warpgroups=2, stages=2)
     poisoned, clean = (loud_start(each) for each in case([330], columns=3, kv_heads=2))
-    reference = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
-    reference["lengths"] = reference["positions"][:, -1] + 1
-    want, with_it = (np.asarray(paged_attention_reference(**reference, first=first)) for first in (1, 0))
+    without_it, with_it = (want(clean, first=first) for first in (1, 0))
     got = paged_attention_mosaic(**poisoned, first=1, tuning=tuning, interpret=INTERPRET)
-    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=1.5e-2)
-    assert np.abs(with_it - want).max() > 0.5
+    np.testing.assert_allclose(np.asarray(got, np.float32), without_it, atol=1.5e-2)
+    assert np.abs(with_it - without_it).max() > 0.5
 
 
 def loud_start(inputs: Case) -> Case:

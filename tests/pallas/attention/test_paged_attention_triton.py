@@ -15,10 +15,9 @@ from smcjax.pallas import dispatch
 from smcjax.pallas.attention.paged_attention import attends_by_kernels, paged_attention, plan_sharing
 from smcjax.pallas.attention.paged_attention_triton import Tuning, paged_attention_triton, supports
 from smcjax.pallas.attention.prefix_plan import CommonPrefix, find_common_prefix
-from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.dispatch import implementations
 from tests.lazily import Patch
-from tests.pallas.attention.test_prefix_shared import Case, case
+from tests.pallas.attention.test_prefix_shared import Case, attention_of, case, want
 from tests.pallas.triton.cubins import MAX_REGISTERS, TARGETS, compiled, lowered
 from tests.pallas.triton.interpreter import interpreted
 
@@ -29,10 +28,6 @@ SMALL = Tuning(queries=16, slots=16, splits=1, shared_splits=0, warps=4, stages=
 
 def as_type(inputs: Case, dtype: Any) -> Case:
     return {name: x.astype(dtype) if x.dtype == jnp.bfloat16 else x for name, x in inputs.items()}
-
-
-def want(clean: Case, **how: Any) -> np.ndarray:
-    return np.asarray(paged_attention_reference(**as_type(clean, jnp.float32), **how))
 
 
 def prefix_of(inputs: Case, rows: int, unseen: int = 0) -> CommonPrefix:
@@ -179,25 +174,6 @@ REAL: dict[str, dict[str, Any]] = {
     "float32": {"T": 9, "dtype": jnp.float32},
     "Gemma float32": {"H": 4, "Hkv": 1, "D": 256, "T": 9, "dtype": jnp.float32},
 }
-
-
-def attention_of(
-    *, R: int = 8, T: int = 1, H: int = 32, Hkv: int = 8, D: int = 128, N: int = 1, window: int | None = None,
-    dtype: Any = jnp.bfloat16,
-) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:  # fmt: skip
-    """A function that plans and attends, and shapes of its arguments: pages of 16, tables of 32768 slots."""
-    struct = jax.ShapeDtypeStruct
-    pages, vector = struct((4096, 16, Hkv, D), dtype), struct((R,), jnp.int32)
-    table, positions = struct((R, 2048), jnp.int32), struct((R, T), jnp.int32)
-    arrays = (struct((R, T, H, D), dtype), pages, pages, table, positions, vector)
-
-    def attend(q: Any, keys: Any, values: Any, table: Any, positions: Any, lengths: Any) -> jax.Array:
-        shape = {"columns": T, "num_heads": H, "num_kv_heads": Hkv, "head_dim": D, "page_size": 16, "dtype": dtype}
-        plan = plan_sharing(table, lengths, lengths - 9, rows=N, window=window, **shape)
-        assert (plan is None) == (N == 1)
-        return paged_attention(q, keys, values, table, positions, lengths, sharing=plan, window=window)
-
-    return attend, arrays
 
 
 @pytest.mark.parametrize(("name", "calls"), [("8B verify shared", 2), ("many rows", 1)])

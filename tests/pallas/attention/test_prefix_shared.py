@@ -34,7 +34,7 @@ Case = dict[str, jax.Array]
 
 # As one program each: their single operations would be compiled one by one.
 plan = jax.jit(find_sharing, static_argnames=("rows", "queries", "page_size", "chunk", "tiles"))
-reference = jax.jit(paged_attention_reference, static_argnames=("window", "scale"))
+reference = jax.jit(paged_attention_reference, static_argnames=("window", "scale", "first"))
 
 
 def case(
@@ -81,9 +81,10 @@ def case(
     return poisoned, clean
 
 
-def want(clean: Case) -> np.ndarray:
+def want(clean: Case, **how: Any) -> np.ndarray:
+    """The plain version's attention in float32."""
     inputs = {name: np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
-    return np.asarray(reference(**inputs))
+    return np.asarray(reference(**inputs, **how))
 
 
 def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int = 64) -> None:
@@ -177,48 +178,36 @@ def test_three_parts() -> None:
     check(poisoned, clean, rows=1, tuning=dataclasses.replace(tuning, splits=(1, 2, 1)))
 
 
-REAL = [
-    {"T": 2, "B": 128, "N": 12},
-    {"T": 512, "D": 128, "H": 64, "N": 1},
-    {"T": 9, "D": 128, "H": 28, "Hkv": 4, "N": 16},
-]
-
-
-@pytest.mark.parametrize("shape", REAL, ids=str)
-def test_lowers_for_cuda(shape: dict[str, int]) -> None:
-    """Plan and kernels through the wrappers: the real Mosaic lowering at the shapes of Llama 3, without a GPU."""
-    sizes = {"N": 8, "H": 32, "Hkv": 8, "D": 64, "B": 16, "P": 512, **shape}
-    sizes = {"R": sizes["N"], "M": 32768 // sizes["B"], **sizes}
-    if sizes["R"] % sizes["N"]:
-        sizes["R"] = sizes["N"]
-
-    def struct(dtype: Any, *axes: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct([sizes[axis] for axis in axes], dtype)
+def attention_of(
+    *, R: int = 8, T: int = 1, H: int = 32, Hkv: int = 8, D: int = 128, N: int = 1, B: int = 16,
+    window: int | None = None, dtype: Any = jnp.bfloat16,
+) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:  # fmt: skip
+    """A function that plans and attends, and shapes of its arguments: tables of 32,768 slots in pages of B."""
+    struct = jax.ShapeDtypeStruct
+    pages, vector = struct((65536 // B, B, Hkv, D), dtype), struct((R,), jnp.int32)
+    table, positions = struct((R, 32768 // B), jnp.int32), struct((R, T), jnp.int32)
+    arrays = (struct((R, T, H, D), dtype), pages, pages, table, positions, vector)
 
     def attend(q: Any, keys: Any, values: Any, table: Any, positions: Any, lengths: Any) -> jax.Array:
-        sharing = plan_sharing(
-            table,
-            lengths,
-            lengths - 9,
-            rows=sizes["N"],
-            columns=sizes["T"],
-            num_heads=sizes["H"],
-            num_kv_heads=sizes["Hkv"],
-            head_dim=sizes["D"],
-            page_size=sizes["B"],
-            dtype=q.dtype,
-        )
-        assert sharing is not None
-        return paged_attention(q, keys, values, table, positions, lengths, sharing=sharing)
+        shape = {"columns": T, "num_heads": H, "num_kv_heads": Hkv, "head_dim": D, "page_size": B, "dtype": dtype}
+        plan = plan_sharing(table, lengths, lengths - 9, rows=N, window=window, **shape)
+        return paged_attention(q, keys, values, table, positions, lengths, sharing=plan, window=window)
 
-    arrays = (
-        struct(jnp.bfloat16, "R", "T", "H", "D"),
-        struct(jnp.bfloat16, "P", "B", "Hkv", "D"),
-        struct(jnp.bfloat16, "P", "B", "Hkv", "D"),
-        struct(jnp.int32, "R", "M"),
-        struct(jnp.int32, "R", "T"),
-        struct(jnp.int32, "R"),
-    )
+    return attend, arrays
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"R": 12, "N": 12, "T": 2, "D": 64, "B": 128},
+        {"R": 1, "N": 1, "T": 512, "H": 64},
+        {"R": 16, "N": 16, "T": 9, "H": 28, "Hkv": 4},
+    ],
+    ids=str,
+)
+def test_lowers_for_cuda(shape: dict[str, int]) -> None:
+    """Plan and kernels through the wrappers: the real Mosaic lowering at the shapes of Llama 3, without a GPU."""
+    attend, arrays = attention_of(**shape)
     with implementations("mosaic"):
         text = jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "shared_attention_merge" in text

@@ -55,7 +55,7 @@ def test_equals_the_dense_reference(rows: int, columns: int, page_size: int) -> 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "window"),
-    [(1, 1, 1), (1, 1, 16), (1, 33, 3), (1, 33, 63), (4, 9, 15), (4, 9, 17), (4, 9, 65), (4, 9, 200), (4, 9, 1000)],
+    [(1, 1, 1), (1, 33, 63), (4, 9, 15), (4, 9, 17), (4, 9, 65), (4, 9, 1000)],
 )
 def test_windows_equal_the_dense_reference(rows: int, columns: int, window: int) -> None:
     """Windows about a page, about a block, longer than a row; also with a scale and heads as Gemma has them."""

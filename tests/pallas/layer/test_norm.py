@@ -17,14 +17,13 @@ from smcjax.pallas.layer.norm import add_rms_norm, add_rms_norm_mosaic, add_rms_
 EPS = 1e-5
 
 
-def check(shape: tuple[int, ...], **how: Any) -> None:
+def check(compute: Any, shape: tuple[int, ...], *, weighted: bool = True) -> None:
     """The norm to one rounding of bf16 before the weight and one after; the sum exactly."""
     x, y, weight = (
         jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate([shape, shape, shape[-1:]])
     )
-    y = 100 * y
-    compute = add_rms_norm if not how else functools.partial(add_rms_norm_mosaic, **how)
-    got, want = jax.jit(compute, static_argnums=3)(x, y, weight, EPS), add_rms_norm_reference(x, y, weight, EPS)
+    y, weight = 100 * y, weight if weighted else None
+    got, want = compute(x, y, weight, EPS), add_rms_norm_reference(x, y, weight, EPS)
     np.testing.assert_array_equal(got[0].astype(jnp.float32), want[0].astype(jnp.float32))
     assert got[1].dtype == jnp.bfloat16
     np.testing.assert_allclose(got[1].astype(jnp.float32), want[1].astype(jnp.float32), rtol=2**-6)
@@ -32,7 +31,8 @@ def check(shape: tuple[int, ...], **how: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1024), (2, 3, 2048)], ids=str)
 def test_against_the_reference(shape: tuple[int, ...]) -> None:
-    check(shape, interpret=plgpu.InterpretGPUParams())
+    kernel = functools.partial(add_rms_norm_mosaic, interpret=plgpu.InterpretGPUParams())
+    check(jax.jit(kernel, static_argnums=3), shape)
 
 
 @pytest.mark.gpu
@@ -40,10 +40,10 @@ def test_against_the_reference(shape: tuple[int, ...]) -> None:
 def test_on_the_gpu(shape: tuple[int, ...]) -> None:
     """The compiled kernel, through the wrapper that chooses it."""
     assert active_implementation() == "mosaic"
-    check(shape)
+    check(jax.jit(add_rms_norm, static_argnums=3), shape)
 
 
-@pytest.mark.parametrize("shape", [(8, 2048), (72, 4096), (288, 5120), (1, 16384)], ids=str)
+@pytest.mark.parametrize("shape", [(72, 4096), (1, 16384)], ids=str)
 def test_lowers_for_cuda(shape: tuple[int, ...]) -> None:
     assert lowered(shape, "mosaic", jnp.bfloat16).count("stablehlo.custom_call @mosaic_gpu") == 1
 

@@ -7,32 +7,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm, add_rms_norm_reference
+from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm
 from smcjax.pallas.layer.norm_triton import MAX_ROWS, MAX_WIDTH, add_rms_norm_triton, swiglu_triton
 from smcjax.pallas.layer.swiglu import swiglu
 from tests.pallas.layer import test_swiglu as of_swiglu
 from tests.pallas.layer.test_norm import EPS
+from tests.pallas.layer.test_norm import check as check_norm
 from tests.pallas.triton.cubins import TARGETS, compiled, lowered
 from tests.pallas.triton.interpreter import interpreted
 
 pytest.importorskip("jax_triton")
 
 SHAPES = [(8, 2048), (8, 9, 4096), (1, 896), (3, 16384)]
-
-
-def check_norm(compute: Any, shape: tuple[int, ...], *, weighted: bool = True) -> None:
-    """The norm to one rounding of bf16 before the weight and one after; the sum exactly."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, y = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
-    y, weight = 100 * y, jax.random.normal(keys[2], shape[-1:], jnp.bfloat16) if weighted else None
-    got, want = compute(x, y, weight, EPS), add_rms_norm_reference(x, y, weight, EPS)
-    np.testing.assert_array_equal(got[0].astype(jnp.float32), want[0].astype(jnp.float32))
-    assert got[1].dtype == jnp.bfloat16
-    np.testing.assert_allclose(got[1].astype(jnp.float32), want[1].astype(jnp.float32), rtol=2**-6)
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -54,15 +54,6 @@ CASES = {
     "long tokens": Case(
         NSA(kernel_size=64, num_blocks=5, init_blocks=0, local_blocks=0), QueryGroups((0, 1), 1), (63, 3000), 1, 2, 48
     ),
-    "one stride": Case(
-        NSA(kernel_size=16, block_size=16, num_blocks=5),
-        QueryGroups((0, 1, 2), 3),
-        (15, 900, 1900),
-        1,
-        1,
-        128,
-        levels=4,
-    ),
 }
 
 
