@@ -63,7 +63,6 @@ def fused(*step: Any, **how: Any) -> bool:
 @pytest.mark.parametrize(
     ("n_particles", "groups", "max_model_len", "by_kernel"),
     [
-        (5, 1, 1024, True),  # the first step only: its 10 tokens of four heads fill whole tiles, 5 do not
         (16, 1, 1024, True),  # the first step by eight rows, as 16 of two tokens have too many queries
         (16, 3, 1024, False),
     ],
@@ -75,6 +74,7 @@ def test_whichever_way_its_steps_take(n_particles: int, groups: int, max_model_l
 
 @pytest.mark.slow
 def test_a_cycle_of_steps_of_both_ways_lowers() -> None:
+    """The first step only is the kernel's: its 10 tokens of four heads fill whole tiles, 5 do not."""
     program = smc.Program(published(5, 4), MODEL, MODEL, 1024, implementation="mosaic")
     assert KERNEL in lowered(smc, program, smc.PairParams(PARAMS, PARAMS), 1)
 

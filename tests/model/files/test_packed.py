@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hf_oracle import make_config, oracle_logits, random_weights
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from smcjax.errors import CheckpointError
 from smcjax.matmul import matrix
@@ -238,25 +238,6 @@ def rounded_by_row(values: np.ndarray, quantization: str) -> np.ndarray:
         exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(numbers), 1e-30))), -6) - 3
         return np.round(numbers / 2**exponent) * 2**exponent * scale
     return np.round(numbers) * scale
-
-
-def test_files_that_are_not_packed_say_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {key: value for key, value in RAW.items() if key != "quantization_config"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(random_weights(RAW), tmp_path / "model.safetensors")
-    load_checkpoint(tmp_path, "float32", quantization="int8")
-    assert not caplog.records
-
-
-def test_versions_of_gptq_differ_by_one(tmp_path: Path) -> None:
-    """A file of the first version read as the second means other weights, by one step each."""
-    meant = write(tmp_path, "GPTQ")
-    config = {**RAW, "quantization_config": gptq(checkpoint_format="gptq_v2")}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    o = meant["model.layers.0.self_attn.o_proj.weight"]
-    scale = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.o_proj.scales"].astype(np.float32)
-    found = load_checkpoint(tmp_path, "float32")[1].layers[0].o
-    np.testing.assert_allclose(np.asarray(found) - o, np.repeat(scale, GROUP, axis=0).T, rtol=1e-5)
 
 
 def test_a_head_may_be_packed_and_inputs_end_within_a_word(tmp_path: Path) -> None:

@@ -62,12 +62,18 @@ def check(got: Concluded, want: Concluded) -> None:
 CASES = [(3, 1, 64, 256), (8, 2, 600, 128), (1, 1, WHOLE, 1024)]  # rows, tokens a row, candidates, E
 
 
-@pytest.mark.parametrize(("rows", "columns", "count", "hidden"), CASES)
-def test_equals_one_reduction(rows: int, columns: int, count: int, hidden: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "count", "hidden", "interpret"),
+    [
+        *((*case, INTERPRET) for case in CASES),
+        *(pytest.param(*case, None, marks=pytest.mark.gpu) for case in (*CASES, (8, 1, 132 * 16, 2048))),
+    ],
+)
+def test_equals_one_reduction(rows: int, columns: int, count: int, hidden: int, interpret: Any) -> None:
     found, (embed, norms) = candidates(padded_tokens(rows * columns), count), model(hidden)
     shape = {"count": count, "rows": rows, "columns": columns}
-    got = conclude(found, embed, norms, **shape, interpret=INTERPRET)
-    check(got, conclude_reference(found, embed, norms[0], **shape))
+    got = conclude(found, embed, norms, **shape, interpret=interpret)
+    check(got, jax.jit(functools.partial(conclude_reference, **shape))(found, embed, norms[0]))
     tokens = np.asarray(got.token)
     best, ids = (np.asarray(x)[columns - 1 : rows * columns : columns, :count] for x in (found.best, found.ids))
     assert (tokens == np.where(best == 5.0, ids, NO_ID).min(axis=1)).all(), "of equal ones the lowest id"
@@ -101,12 +107,3 @@ def test_lowers_for_cuda(rows: int, columns: int, hidden: int) -> None:
     run = functools.partial(conclude, count=count, rows=rows, columns=columns)
     text = jax.jit(run).trace(found, embed, norms).lower(lowering_platforms=("cuda",)).as_text()
     assert "conclude_step" in text
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "columns", "count", "hidden"), [*CASES, (8, 1, 132 * 16, 2048)])
-def test_on_a_gpu(rows: int, columns: int, count: int, hidden: int) -> None:
-    found, (embed, norms) = candidates(padded_tokens(rows * columns), count), model(hidden)
-    shape = {"count": count, "rows": rows, "columns": columns}
-    got = jax.jit(functools.partial(conclude, **shape))(found, embed, norms)
-    check(got, jax.jit(functools.partial(conclude_reference, **shape))(found, embed, norms[0]))

@@ -36,15 +36,11 @@ def check(got: jax.Array, want: np.ndarray) -> None:
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8 + 1e-4, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(1,), (2, 3)], ids=str)
-def test_against_float64(shape: tuple[int, ...]) -> None:
-    inputs = operands(shape, 1024, 2048)
+@pytest.mark.parametrize(("shape", "width", "hidden"), [((2, 3), 1024, 2048), ((2,), 3 * 1024, 1024)], ids=str)
+def test_against_float64(shape: tuple[int, ...], width: int, hidden: int) -> None:
+    """Also where blocks share a row."""
+    inputs = operands(shape, width, hidden)
     check(swiglu_reference(*inputs), exact(*inputs))
-    check(swiglu_mosaic(*inputs, interpret=plgpu.InterpretGPUParams()), exact(*inputs))
-
-
-def test_blocks_share_a_row() -> None:
-    inputs = operands((2,), 3 * 1024, 1024)
     check(swiglu_mosaic(*inputs, interpret=plgpu.InterpretGPUParams()), exact(*inputs))
 
 
@@ -77,7 +73,7 @@ def lowered(rows: int, width: int, hidden: int, implementation: str = "mosaic", 
         return jax.jit(compute).trace(gate_up, x).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("shape", [(72, 14336, 4096), (8, 8192, 2048), (1, 3072, 1024)], ids=str)
+@pytest.mark.parametrize("shape", [(72, 14336, 4096), (1, 3072, 1024)], ids=str)
 def test_lowers_for_cuda(shape: tuple[int, int, int]) -> None:
     assert lowered(*shape).count("stablehlo.custom_call @mosaic_gpu") == 1
 

@@ -68,19 +68,13 @@ def every_value() -> tuple[jax.Array, jax.Array]:
     return values.reshape(64, COLUMNS).astype(jnp.int8), x.astype(jnp.bfloat16)
 
 
-def test_products_are_exact_interpreted() -> None:
+@pytest.mark.parametrize("interpret", [plgpu.InterpretGPUParams(), pytest.param(None, marks=pytest.mark.gpu)])
+def test_products_are_exact(interpret: Any) -> None:
     values, x = every_value()
     exact = np.asarray(values, np.int64) @ np.asarray(x, np.int64).T
-    np.testing.assert_array_equal(multiply(values, x, plgpu.InterpretGPUParams()), exact)
+    np.testing.assert_array_equal(multiply(values, x, interpret), exact)
 
 
 def test_lowers_for_cuda() -> None:
     text = jax.jit(multiply).trace(*every_value()).lower(lowering_platforms=("cuda",)).as_text()
     assert "sub.bf16x2" in text
-
-
-@pytest.mark.gpu
-def test_products_are_exact_on_a_gpu() -> None:
-    values, x = every_value()
-    exact = np.asarray(values, np.int64) @ np.asarray(x, np.int64).T
-    np.testing.assert_array_equal(multiply(values, x), exact)

@@ -78,20 +78,11 @@ widths = pytest.mark.parametrize("width", [64, 128])
 
 @copies
 @widths
-def test_copies_when_interpreted(copy: Copy, leading: tuple[int, ...], width: int) -> None:
-    check(copy, leading, width, interpret=plgpu.InterpretGPUParams())
-
-
-@pytest.mark.gpu
-@copies
-@widths
-def test_copies_on_a_gpu(copy: Copy, leading: tuple[int, ...], width: int) -> None:
-    check(copy, leading, width)
-
-
-def check(copy: Copy, leading: tuple[int, ...], width: int, **how: Any) -> None:
+@pytest.mark.parametrize("interpret", [plgpu.InterpretGPUParams(), pytest.param(None, marks=pytest.mark.gpu)])
+def test_copies(copy: Copy, leading: tuple[int, ...], width: int, interpret: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (*leading, 64, width), jnp.float16)
-    np.testing.assert_array_equal(jax.jit(functools.partial(copy, **how))(x), jnp.flip(x, len(leading) - 1))
+    got = jax.jit(functools.partial(copy, interpret=interpret))(x)
+    np.testing.assert_array_equal(got, jnp.flip(x, len(leading) - 1))
 
 
 @copies
