@@ -115,6 +115,7 @@ EAGLE, EAGLE_PARAMS = head_of(PRUNED)
 
 
 CASES: dict[str, tuple[Any, Any]] = {
+    "chain": (Rejection(gamma=3), DRAFT),
     "two candidates": (Rejection(gamma=2, n_candidates=2, draft_temperature=1.5), DRAFT),
     "lopsided tree": (Rejection(tree=(-1, 0, 0, 2, 2, 0, 3)), DRAFT),
     "tree of top tokens": (Rejection(tree=(2, 2, 1), siblings="top", order="dfs"), DRAFT),
