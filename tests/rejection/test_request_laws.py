@@ -301,7 +301,7 @@ def test_drafts_have_the_law_of_their_request(name: str) -> None:
     """q of every position of a chain, and behind every node of a tree, is the draft's own law, adjusted and masked."""
     each, (_, program, params) = 16, program_of(name)
     state = started(name, each)
-    drafts = jax.jit(lambda params, state: drafted(program, params, state)[0])(params, state)
+    drafts = jax.jit(lambda params, state: drafted(program, params, state))(params, state)
     tree, worst, seen = program.speculation.tree, dict.fromkeys(KINDS, 0.0), collections.Counter[str]()
     paths = [tuple(range(column)) for column in range(2)] if tree is None else tree.drafts_to(tree.inner)
     for row, tokens in enumerate(texts(state, 1)):
