@@ -108,6 +108,7 @@ def test_drafts_that_smc_cannot_weigh(pair: Pair) -> None:
         assert llm.decoding == Rejection()
 
 
+@pytest.mark.slow
 def test_under_asyncio(pair: Pair, by_name: dict[str, LLM]) -> None:
     """Names, aborts, draining and closing are those of one engine."""
 

@@ -112,6 +112,7 @@ def lowered(program: smc.Program, params: smc.PairParams, donate: bool = True) -
 KEPT = "tensor<1x8x320x64xf16>"  # scores of 64 compressed tokens by head, of 72 queries in tiles of 16
 
 
+@pytest.mark.slow
 def test_a_sparse_cycle_lowers_for_cuda() -> None:
     """At the 8B model's widths, without a GPU; by groups, and a kernel reads compressed tokens of pages of 128."""
     models = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa")

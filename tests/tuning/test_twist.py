@@ -89,7 +89,7 @@ def tuned(pair: Pair, potential: Any, output: Path, steps: int = 60, **how: Any)
     )
 
 
-@pytest.mark.parametrize("potential", [TextPotential(Vowels()), Likelier()], ids=["text", "log-probabilities"])
+@pytest.mark.parametrize("potential", [Likelier(), TextPotential(Vowels())], ids=["log-probabilities", "text"])
 def test_a_twist_is_trained_written_and_read(pair: Pair, potential: Any, tmp_path: Path) -> None:
     """A second training gives the same one."""
     output, lines = tmp_path / "twist.safetensors", []
