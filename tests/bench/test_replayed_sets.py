@@ -123,7 +123,7 @@ RANKS = "topk"
 
 @pytest.mark.slow
 def test_a_forward_reads_the_stored_sets_and_still_routes() -> None:
-    """What is counted is what is stored, hidden states follow, and blocks are ranked.
+    """The forward reads the sets that are stored, its hidden states follow them, and it still ranks blocks.
 
     Controls: the layers' own selections are others; XLA drops the ranking where nothing takes what it selects.
     """

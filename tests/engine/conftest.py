@@ -42,7 +42,7 @@ def make_async(pair: Pair, **changes: Any) -> AsyncLLM:
 
 @pytest.fixture(scope="module")
 def served(pair: Pair) -> Iterator[AsyncLLM]:
-    """An `AsyncLLM` that nobody closes before the file ends; event loops use it one after the other."""
+    """An `AsyncLLM` stays open until the file ends; event loops use it one after the other."""
     served = make_async(pair)
     yield served
     asyncio.run(served.close())

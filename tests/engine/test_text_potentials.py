@@ -176,7 +176,7 @@ FAILURES: list[tuple[Any, str]] = [
 
 
 def test_a_failure_ends_its_request_alone_in_a_sentence(steered: LLM) -> None:
-    """Of a function that values beginnings, and of one that values whole answers."""
+    """The function that fails values beginnings, or whole answers alone."""
     params = ask(0, STEERED, ignore_eos=True)
     alone = generate(steered, PROMPTS[0], params)[0]
     for function, words in FAILURES:
@@ -408,4 +408,4 @@ def test_the_law_of_the_answer(pair: Pair) -> None:
             scores.append([abs(f[0] - w[0]) / math.hypot(f[1], w[1]) for f, w in zip(found, wanted, strict=True)])
     right, wrong = scores
     assert max(right) < 4, scores
-    assert min(max(wrong[:3]), max(wrong[3:])) > 6, scores
+    assert min(max(wrong[:3]), max(wrong[3:])) > 8, scores

@@ -52,7 +52,7 @@ def test_stream_prints_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_server_is_asked_by_the_official_client(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a server that decodes by the target alone, whose programs are compiled soonest."""
+    """The server decodes by the target alone, whose programs are compiled soonest."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as this process has it, `tests/passes.py` says why
     begin = subprocess.Popen
     more = ["--decoding", "autoregressive", "--max-num-seqs", "1"]

@@ -69,7 +69,7 @@ def test_a_llama_3_2_instruct_config() -> None:
 
 
 def test_keys_of_published_configs_that_change_nothing() -> None:
-    """What no layer uses; control: biases of Llama's layers are another model."""
+    """Keys that no layer uses change nothing; control: biases of Llama's layers are another model."""
     unused: dict[str, dict[str, Any]] = {
         "qwen2": {"sliding_window": 32768, "max_window_layers": 24, "use_sliding_window": False, "use_mrope": False},
         "qwen3": {"sliding_window": None, "rope_scaling": None, "max_window_layers": 28, "attention_bias": False},
