@@ -9,6 +9,7 @@ run, with the arguments that they run it with. Names of files and lines are left
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import sys
@@ -138,6 +139,7 @@ def write(compute: Callable[[Case], list[str]] = digests) -> None:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(100_000, 50, 100)  # as in `tests/conftest.py`
     if sys.argv[1:] == ["--print"]:
         print(json.dumps({name: digests(case) for name, case in CASES.items()}))
     else:

@@ -16,6 +16,7 @@ Mosaic and MLIR take a second to import, which happens when a kernel first asks 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable
@@ -28,7 +29,21 @@ class _Later(types.ModuleType):
     """A module that is imported when something is first asked of it."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        return getattr(_imported(self.__name__), name)
+
+
+@functools.cache
+def _imported(name: str) -> types.ModuleType:
+    """Imports a module. From Mosaic's Pallas on, Mosaic reads the version of ptxas once.
+
+    It would start `ptxas --version`, a process of several ms, for each conversion from or to 8 bits or less that it
+    lowers, some 300 in a cycle.
+    """
+    module = importlib.import_module(name)
+    if name == "jax.experimental.pallas.mosaic_gpu":
+        compiler = fa.mgpu_lib._mosaic_gpu_ext
+        compiler._get_ptxas_isa_version = functools.cache(compiler._get_ptxas_isa_version)
+    return module
 
 
 if TYPE_CHECKING:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from smcjax.pallas.mosaic.compat import fa, plgpu
 
 ROOT = Path(__file__).parents[3]
 COMPAT = "smcjax/pallas/mosaic/compat.py"
@@ -40,6 +45,19 @@ def test_one_module_names_private_parts_of_jax(package: str) -> None:
     paths = sorted((ROOT / package).rglob("*.py"))
     named = {path.relative_to(ROOT).as_posix(): set(private_parts(path.read_text())) for path in paths}
     assert {path: parts for path, parts in named.items() if parts and path not in (COMPAT, OF_TESTS)} == {}
+
+
+def test_the_version_of_ptxas_is_read_once() -> None:
+    """By all conversions from and to few bits that are lowered."""
+
+    def kernel(source: Any, target: Any) -> None:
+        target[...] = source[...].astype(jnp.int8).astype(jnp.int32)
+
+    x = jax.ShapeDtypeStruct((128,), jnp.int32)
+    jax.jit(plgpu.kernel(kernel, out_type=x)).trace(x).lower(lowering_platforms=("cuda",))
+    asked = fa.mgpu_lib._mosaic_gpu_ext._get_ptxas_isa_version.cache_info()
+    assert asked.misses == 1
+    assert asked.hits > 0
 
 
 def test_private_parts_are_seen() -> None:
