@@ -16,9 +16,8 @@ from jaxtyping import Array, Float, Int
 from smcjax import autoregressive, rejection, smc
 from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.decoding.groups import PairParams
-from smcjax.kv import LayerCache, PagePool, allocate
+from smcjax.kv import PagePool, allocate
 from smcjax.model import LayerSpec, ModelConfig, Params
-from smcjax.model.view import BatchView
 from smcjax.sparse.nsa import NSA
 from tests import exact
 from tests.helpers import Ask, assert_pages_sound, batch, noisy_params, outputs, published, tiny_config, tiny_params
@@ -158,9 +157,11 @@ def test_tokens_are_the_targets() -> None:
     assert set(accepted.tolist()) == set(range(CANDIDATES.gamma + 1))
 
 
-def check_smc(draft: ModelConfig, page_size: int, target: ModelConfig = TARGET, **config: Any) -> None:
-    """Every row of SMC is plain Python's. Every cycle resamples, and 3 tokens a cycle keep no step with pages."""
-    decoding = published(**{"n_particles": 3, "gamma": 2, "ess_threshold": 1.0, **config})
+PARTICLES = published(3, 2, ess_threshold=1.0)  # resampled in every cycle; 3 tokens a cycle keep no step with pages
+
+
+def check_smc(decoding: Any, draft: ModelConfig, page_size: int, target: ModelConfig = TARGET) -> None:
+    """Every row of SMC is plain Python's."""
     program = dataclasses.replace(program_of(decoding, draft, page_size), target=target)
     state, infos = finished(program, pair_of(draft), SAMPLED)
     assert any(np.asarray(info.resampled).any() for info in infos)
@@ -172,24 +173,34 @@ def check_smc(draft: ModelConfig, page_size: int, target: ModelConfig = TARGET, 
         np.testing.assert_allclose(state.log_weight[group], [row.log_weight for row in result.rows], atol=1e-4)
 
 
+def company(target: ModelConfig, absent: AbstractSet[int] = frozenset()) -> list[tuple[Any, ...]]:
+    """Tokens, log weights and log evidence of each request's particles, the absent left out."""
+    program = dataclasses.replace(program_of(PARTICLES, NSA_DRAFT, 16), target=target)
+    state, _ = finished(program, pair_of(NSA_DRAFT), SAMPLED, absent)
+    weights = zip(np.asarray(state.log_weight).tolist(), np.asarray(smc.log_evidence(state)).tolist(), strict=True)
+    groups = zip(outputs(state), weights, strict=True)
+    return [group for index, group in enumerate(groups) if index not in absent]
+
+
+ALL_BUT_ONE = {*range(len(SAMPLED))} - {1}
+
+
 @pytest.mark.slow
-def test_smc_equals_plain_python() -> None:
-    """Forks and resampling give every row the keys that it would have alone."""
-    check_smc(NSA_DRAFT, 16)
+def test_smc_equals_plain_python_in_any_company() -> None:
+    """Forks and resampling give every row the keys that it would have alone.
+
+    So a request's particles are the same alone and among others, to the bit, in one program.
+    """
+    check_smc(PARTICLES, NSA_DRAFT, 16)
+    everyone = company(TARGET)
+    assert company(TARGET, ALL_BUT_ONE) == everyone[1:2]
+    assert company(TARGET, {1}) == [everyone[0], *everyone[2:]]
 
 
 @pytest.mark.slow
 def test_pipelined_smc_equals_plain_python() -> None:
     """Rows share pages of pending blocks; one row writes these tokens and the compressed tokens that they complete."""
-    check_smc(DENSE_DRAFT, 2, gamma=4, pipelined=True)
-
-
-class ByLogicalPage(NSA):
-    """All rows of a group read the pages of its first one."""
-
-    def read(self, cache: LayerCache, view: BatchView) -> Any:
-        first = jnp.arange(view.block_table.shape[0]) // view.rows * view.rows
-        return super().read(cache, dataclasses.replace(view, block_table=view.block_table[first]))
+    check_smc(dataclasses.replace(PARTICLES, gamma=4, pipelined=True), DENSE_DRAFT, 2)
 
 
 class OfTheFirst(NSA):
@@ -200,38 +211,13 @@ class OfTheFirst(NSA):
         return super().select(scores, positions)[:1] & (jnp.arange(scores.shape[-1])[None, None, None] <= own)
 
 
-def with_fault(fault: type[NSA]) -> ModelConfig:
-    return dataclasses.replace(TARGET, layers=(LayerSpec(fault(**dataclasses.asdict(PAPER))),))
-
-
 @pytest.mark.slow
 def test_control_particles_that_meddle_are_seen() -> None:
-    """The comparison above fails where rows read from others."""
+    """Both comparisons fail where rows ask others."""
+    meddling = dataclasses.replace(TARGET, layers=(LayerSpec(OfTheFirst(**dataclasses.asdict(PAPER))),))
     with pytest.raises(AssertionError):
-        check_smc(NSA_DRAFT, 16, with_fault(ByLogicalPage))
-
-
-APART = published(3, 2, ess_threshold=0.0)  # never resampled
-
-
-def company(target: ModelConfig, absent: AbstractSet[int] = frozenset()) -> list[tuple[Any, ...]]:
-    """Tokens, log weights and log evidence of each request's particles, the absent left out."""
-    program = dataclasses.replace(program_of(APART, DENSE_DRAFT, 4), target=target)
-    state, _ = finished(program, pair_of(DENSE_DRAFT), SAMPLED[:4], absent)
-    weights = zip(np.asarray(state.log_weight).tolist(), np.asarray(smc.log_evidence(state)).tolist(), strict=True)
-    groups = zip(outputs(state), weights, strict=True)
-    return [group for index, group in enumerate(groups) if index not in absent]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", [TARGET, with_fault(OfTheFirst)], ids=["strict", "control"])
-def test_a_requests_weights_are_the_same_alone(target: ModelConfig) -> None:
-    """To the bit, in one program; control: not where the batch's first row selects for all."""
-    everyone = company(target)
-    others = set(range(4)) - {1}
-    assert (company(target, others) == everyone[1:2]) == (target is TARGET)
-    if target is TARGET:
-        assert company(target, {1}) == [everyone[0], *everyone[2:]]
+        check_smc(PARTICLES, NSA_DRAFT, 16, meddling)
+    assert company(meddling, ALL_BUT_ONE) != company(meddling)[1:2]
 
 
 def test_control_counts_that_are_not_the_tables_are_seen() -> None:

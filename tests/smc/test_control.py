@@ -129,16 +129,12 @@ def test_rows_have_unequal_lengths_and_fork(base: tuple[list[Any], list[smc.Info
 
 @pytest.mark.slow
 def test_each_group_has_its_own_control(base: tuple[list[Any], list[smc.Info]]) -> None:
-    """Groups under several controls in one program are what a decoder of each makes of them."""
+    """A group's own control, in one program with others, makes of it what a decoder of that control does."""
     own = dataclasses.replace(
         BASE, decoding=dataclasses.replace(BASE.decoding, control=0.0), features=frozenset({"control"})
     )
     asks = [dataclasses.replace(ask, control=c) for ask, c in zip(ASKS, (None, 0.1, 0.3, 1.0), strict=True)]
     state, _ = finish(own, PAIR.params, start(own, PAIR.params, asks))
-    one = dataclasses.replace(BASE, decoding=dataclasses.replace(BASE.decoding, control=0.0))
-    alone, _ = finish(one, PAIR.params, start(one, PAIR.params, ASKS))
-    assert outputs(alone)[0] == outputs(state)[0]
-    np.testing.assert_allclose(smc.log_evidence(alone)[0], smc.log_evidence(state)[0], atol=1e-5)
     assert outputs(state)[2] == base[0][2][0]
     assert outputs(state)[1] != base[0][1][0], "control: another c gives other tokens"
 

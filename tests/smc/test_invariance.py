@@ -27,9 +27,12 @@ ASKS = [
 
 
 @functools.partial(jax.jit, static_argnames="program")
-def start_present(program: smc.Program, prompts: jax.Array, requests: object, present: jax.Array) -> smc.State:
-    """`smc.init` with groups missing."""
+def start_present(
+    program: smc.Program, prompts: jax.Array, requests: object, present: jax.Array, pages: int = 99
+) -> smc.State:
+    """`smc.init` with groups missing, and so many free pages."""
     memory = program.create_memory(PAIR.params, 100)
+    memory = dataclasses.replace(memory, pool=dataclasses.replace(memory.pool, num_free=jnp.asarray(pages, jnp.int32)))
     state = smc.begin(program, memory, prompts, requests, present)
     hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size))
     state, hidden = smc.prefill(program, PAIR.params, state, jnp.asarray(0, jnp.int32), prompts.shape[1], hidden)
@@ -135,9 +138,8 @@ def test_worst_case_bound_of_pages_suffices() -> None:
 
     def finished(pages: int) -> smc.State:
         """The last state of a run that has so many pages."""
-        memory = BASE.create_memory(PAIR.params, 100)
-        memory = dataclasses.replace(memory, pool=dataclasses.replace(memory.pool, num_free=jnp.asarray(pages)))
-        return finish(BASE, PAIR.params, start(BASE, PAIR.params, [ask], memory=memory))[0]
+        prompts, requests = batch([ask, *ASKS[1:]], 5, MAX_MODEL_LEN)
+        return finish(BASE, PAIR.params, start_present(BASE, prompts, requests, jnp.arange(4) == 0, pages))[0]
 
     roomy, tight, short = (finished(pages) for pages in (99, bound, bound // 3))
     assert_same_group(tight, 0, roomy, 0, exact=True)

@@ -27,10 +27,10 @@ ASKS = [
 ]
 CASES: dict[str, dict[str, Any]] = {
     "always-resample": {"ess_threshold": 1.0},
-    "power": {"n_particles": 2, "power": 2.0, "resampling": "stratified", "ess_threshold": 0.95},
     "flat-power": {"power": 0.5, "draft_temperature": 1.4, "select": "best", "resampling": "multinomial"},
     "explainer": {"bonus": False, "gamma": 1, "n_particles": 4, "resampling": "residual"},
-    "pipelined, early end": {"pipelined": True, "power": 1.5, "early_end": True, "ess_threshold": 0.9},
+    "pipelined, early end": {"pipelined": True, "power": 1.5, "early_end": True, "ess_threshold": 0.9}
+    | {"resampling": "stratified"},
     "control, early end": {"control": 0.3, "early_end": True, "power": 1.3, "draft_temperature": 1.2}
     | {"ess_threshold": 0.95},
 }

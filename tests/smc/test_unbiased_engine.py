@@ -87,7 +87,6 @@ def z_scores(found: list[Any], power: float, has_form: bool, omit_closing_term: 
 @pytest.mark.parametrize(
     "config",
     [
-        {"bonus": False, "resampling": "multinomial", "n_particles": 2, "gamma": 1},
         {"control": 0.3},
         {"pipelined": True, "draft_temperature": 0.8},
     ],
