@@ -43,7 +43,7 @@ class Job(NamedTuple):
     function: Callable[..., Any]
     donate: tuple[int, ...]  # arguments' numbers
     arguments: tuple[Any, ...]
-    cublas: bool = False  # for its products, of what dtypes `_leaves_to_cublas` says
+    cublas: bool = False  # for its products in bfloat16
     # With the arguments' shapes, all that the function computes by: of jobs that are equal in this, the process
     # compiles one. None: no other job is like it.
     identity: Hashable = None
@@ -221,16 +221,17 @@ def _compiled(job: Job) -> Any:
     # interpreter to an engine that runs beside them.
     with _tracing, product_dtypes() as dtypes:
         lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
-    return lowered.compile(CUBLAS_PRODUCTS if job.cublas and _leaves_to_cublas(dtypes) else None)
+    return lowered.compile(CUBLAS_PRODUCTS if _leaves_to_cublas(job, dtypes) else None)
 
 
-def _leaves_to_cublas(dtypes: set[str]) -> bool:
-    """True where cuBLAS multiplies matrices of these dtypes best: bfloat16 alone, or some in float8.
+def _leaves_to_cublas(job: Job, dtypes: set[str]) -> bool:
+    """True where cuBLAS multiplies matrices of these dtypes best: some in float8, or bfloat16 alone of a job that asks.
 
     XLA times dozens of Triton products for each one in float8, half a minute, and finds none that is faster. Int8
     weights alone need Triton to be converted on the way.
     """
-    return FLOAT8.dtype in dtypes or dtypes <= {"bfloat16"}
+    in_float8 = FLOAT8.dtype in dtypes and jax.default_backend() == "gpu"
+    return in_float8 or (job.cublas and dtypes <= {"bfloat16"})
 
 
 def _identity(job: Job) -> Hashable:

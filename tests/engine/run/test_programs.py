@@ -180,7 +180,7 @@ def test_a_process_that_has_a_cache_keeps_it(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.slow
 def test_a_step_of_several_rows_leaves_products_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of float8, but not one with int8 weights that XLA multiplies; what kernels multiply does not count."""
+    """As any program leaves those of float8; int8 weights that XLA multiplies it keeps, and kernels' do not count."""
     asked: list[Any] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, options=None: asked.append(options))
     config = SHAPES["tiny-target"]
@@ -203,16 +203,18 @@ def test_a_step_of_several_rows_leaves_products_to_cublas(monkeypatch: pytest.Mo
             patched.setattr(jax, "default_backend", lambda: "gpu")
             patched.setattr(module, "active_implementation", lambda: "mosaic")
             job = step_job(function, program, params, state)
-        assert job.cublas
-        module._compiled(job)
-        return asked.pop()
+            assert job.cublas
+            module._compiled(job)
+            module._compiled(job._replace(cublas=False))  # a prompt's program
+        return asked[-2:]
 
-    assert options(step, plain) == CUBLAS_PRODUCTS
-    assert options(step, whole) is None
-    assert options(step, half) is None
-    assert options(step, both) == CUBLAS_PRODUCTS
-    assert options(of_target, half) == CUBLAS_PRODUCTS
-    job = step_job(step, program, plain, state)  # on a CPU
-    assert not job.cublas
-    module._compiled(job)
-    assert asked == [None]
+    assert options(step, plain) == [CUBLAS_PRODUCTS, None]
+    assert options(step, whole) == [None, None]
+    assert options(step, half) == [None, None]
+    assert options(step, both) == [CUBLAS_PRODUCTS, CUBLAS_PRODUCTS]
+    assert options(of_target, half) == [CUBLAS_PRODUCTS, None]
+    for params in (plain, both):
+        job = step_job(step, program, params, state)  # on a CPU
+        assert not job.cublas
+        module._compiled(job)
+        assert asked.pop() is None
