@@ -5,56 +5,48 @@ Then requests that bring a control of their own.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, RequestOutput, SamplingParams
-from smcjax.engine.schedule.page_budget import Footprint, FreePages
-from smcjax.kv import allocate
+from smcjax.engine.schedule.page_budget import Footprint
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
+from tests.engine.conftest import CONTROLLED, lend, smc_llm
 from tests.engine.test_engine import fingerprint, prompt, sound
 
-ROWS, PAGE_SIZE, COUNT, MAX_MODEL_LEN = 4, 4, 6, 32
-PAGES = Footprint(ROWS, PAGE_SIZE, 1).worst_case(1, MAX_MODEL_LEN)
+ROWS, PAGE_SIZE, COUNT, LIMIT = 4, 4, 6, 32
+PAGES = Footprint(ROWS, PAGE_SIZE, 1).worst_case(1, LIMIT)
 
 
 @pytest.fixture(scope="module")
-def controlled(pair: Pair) -> Iterator[LLM]:
-    """Pages for two requests at a time; no batch of one is ever compiled."""
-    smc = {"n_particles": ROWS, "control": 0.1, "ess_threshold": 0.5}
-    fields = {"num_pages": 1 + 2 * PAGES, "max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN}
-    with smc_llm(pair, smc, admission="optimistic", **fields) as llm:
-        yield llm
+def by_use(pair: Pair, controlled: LLM) -> Iterator[LLM]:
+    """`controlled` that admits by what groups use."""
+    with smc_llm(pair, CONTROLLED, admission="optimistic") as by_use:
+        yield by_use
 
 
 Run = dict[int, tuple[RequestOutput, list[int], str]]
 
 
 def params(number: int, control: float | None = None) -> SamplingParams:
-    temperature = 0.6 + 0.1 * (number % 4)
-    return SamplingParams(seed=6 + number, temperature=temperature, ignore_eos=number % 3 > 0, control=control)
+    left = LIMIT - len(prompt(number)["prompt_token_ids"])
+    return SamplingParams(
+        seed=6 + number,
+        max_tokens=left,
+        temperature=0.6 + 0.1 * (number % 4),
+        ignore_eos=number % 3 > 0,
+        control=control,
+        trace=True,
+    )
 
 
-def run(llm: LLM, numbers: list[int], pages: int = 2 * PAGES, controls: dict[int, float] | None = None) -> Run:
-    """Outputs, streamed tokens and text, in so many pages, where groups are believed to use few.
-
-    `controls` are requests' own, by their numbers.
-    """
-    engine, outputs = llm.engine, {}
-    engine.reset()
-    engine.runner.take_memory()
-    memory, scheduler = engine.runner.memory, engine._scheduler
-    pool, others = allocate(memory.pool, jnp.arange(2 * PAGES) < 2 * PAGES - pages)
-    engine.runner._memory = dataclasses.replace(memory, pool=pool)
-    scheduler._pages, scheduler.free = pages, FreePages(pages)
-    scheduler.free.utilization = 0.0
+def run(llm: LLM, numbers: list[int], pages: int = 4 * PAGES, controls: dict[int, float] | None = None) -> Run:
+    """Outputs, streamed tokens and text, in so many pages; `controls` are requests' own, by their numbers."""
+    engine, outputs = lend(llm, pages).engine, {}
     controls = controls or {}
     requests = {number: llm.request(prompt(number), params(number, controls.get(number))) for number in numbers}
     for request in requests.values():
@@ -62,7 +54,7 @@ def run(llm: LLM, numbers: list[int], pages: int = 2 * PAGES, controls: dict[int
     while engine.busy:
         for output in engine.step():
             outputs[output.request_id] = output
-        sound(engine, others)
+        sound(engine)
     result = {}
     for number, request in requests.items():
         chunks = engine.chunks(request.request_id)
@@ -72,8 +64,8 @@ def run(llm: LLM, numbers: list[int], pages: int = 2 * PAGES, controls: dict[int
 
 
 @pytest.fixture(scope="module")
-def answers(controlled: LLM) -> list[Any]:
-    done = run(controlled, list(range(COUNT)))
+def answers(by_use: LLM) -> list[Any]:
+    done = run(by_use, list(range(COUNT)))
     for output, tokens, text in done.values():
         assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text), "streamed is whole"
         assert output.metrics.preemptions == 0
@@ -103,11 +95,10 @@ OWN = {0: 0.1, 2: 1.0, 3: 0.1, 5: 0.0}
 
 
 @pytest.fixture(scope="module")
-def uncontrolled(pair: Pair) -> Iterator[LLM]:
-    """Makes the `LLM` of `controlled` without a control, for three requests at a time."""
-    smc, fields = {"n_particles": ROWS}, {"num_pages": 1 + 2 * PAGES, "max_num_seqs": 3, "max_model_len": MAX_MODEL_LEN}
-    with smc_llm(pair, smc, admission="optimistic", **fields) as llm:
-        yield llm
+def uncontrolled(pair: Pair, llm: LLM) -> Iterator[LLM]:
+    """`llm` that admits by what groups use."""
+    with smc_llm(pair, admission="optimistic") as uncontrolled:
+        yield uncontrolled
 
 
 def controlled_programs(llm: LLM) -> int:
@@ -129,7 +120,7 @@ def own(uncontrolled: LLM) -> Run:
     return done
 
 
-def test_a_requests_own_control(own: Run, controlled: LLM, answers: list[Any]) -> None:
+def test_a_requests_own_control(own: Run, by_use: LLM, answers: list[Any]) -> None:
     """It is said, and decodes as a decoder's would, seed for seed."""
     for number, (output, tokens, text) in own.items():
         assert output.smc.control == OWN.get(number, 0.0)
@@ -139,7 +130,7 @@ def test_a_requests_own_control(own: Run, controlled: LLM, answers: list[Any]) -
     exact = own[2][0].smc
     assert exact.log_evidence == 0
     assert (exact.log_weights == 0).all()
-    other = run(controlled, [2], controls=OWN)[2][0]
+    other = run(by_use, [2], controls=OWN)[2][0]
     assert (other.smc.control, other.smc.warning) == (1.0, None), "in place of the decoder's 0.1"
     assert fingerprint(other) == fingerprint(own[2][0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,6 @@ import pytest
 from smcjax import LLM, SamplingParams, StreamChunk
 from smcjax.engine.results.outputs import Cycle, RequestOutput
 from smcjax.engine.schedule.scheduler import Schedule
-from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
 from tests.engine.test_engine import drain
 
 PARAMS = SamplingParams(seed=4, max_tokens=30, trace=True)
@@ -22,10 +20,9 @@ OF_TRACE = ("ess", "resampled", "ancestors", "log_weights", "lengths", "finished
 
 
 @pytest.fixture(scope="module")
-def untraced(pair: Pair) -> Iterator[LLM]:
+def untraced(controlled: LLM) -> LLM:
     """Its decoder keeps no traces unless a request asks; rows have unequal lengths."""
-    with smc_llm(pair, {"trace": False, "ess_threshold": 0.9, "control": 0.3}) as llm:
-        yield llm
+    return controlled
 
 
 def events_of(chunks: Sequence[StreamChunk]) -> list[Cycle]:

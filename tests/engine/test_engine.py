@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,7 +18,7 @@ from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.engine.engine import Engine
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
+from tests.engine.conftest import held_back, lend, smc_llm
 from tests.helpers import assert_pages_sound
 
 pytestmark = pytest.mark.all_sizes
@@ -27,11 +27,11 @@ TIGHT = 25  # pages: two of the largest requests
 
 
 @pytest.fixture(scope="module")
-def tight(pair: Pair) -> Iterator[LLM]:
-    """Four slots and memory for two of the largest requests; chunks of prefill as short as a page."""
-    with smc_llm(pair, num_pages=1 + TIGHT, smc={"trace": False}) as llm:
-        llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 16)
-        yield llm
+def tight(pair: Pair, llm: LLM) -> Iterator[LLM]:
+    """`llm` with memory for two of the largest requests; chunks of prefill as short as two pages."""
+    with smc_llm(pair) as tight:
+        tight.engine.runner.chunks = tight.engine._scheduler.chunks = ChunkLengths(8, 16)
+        yield lend(tight, TIGHT)
 
 
 def prompt(number: int) -> dict[str, Any]:
@@ -62,16 +62,14 @@ def add(llm: LLM, number: int) -> str:
     return request.request_id
 
 
-def sound(engine: Engine, others: Sequence[int] | jax.Array = ()) -> None:
-    """Counts of pages are those of tables and cache slots, slots without a group hold none, and the host knows.
-
-    `others` are pages that the test itself has taken.
-    """
+def sound(engine: Engine) -> None:
+    """Counts of pages are those of tables and cache slots, slots without a group hold none, and the host knows."""
     state = engine.runner.state
     if state is None:
         return
     table, cached = np.asarray(state.sequences.block_table), np.asarray(engine.runner.cached)
-    assert_pages_sound(np.concatenate([table.ravel(), cached, np.asarray(others, np.int32)]), state.memory.pool)
+    others = held_back.get(engine, np.zeros(0, np.int32))
+    assert_pages_sound(np.concatenate([table.ravel(), cached, others]), state.memory.pool)
     assert np.flatnonzero(cached).tolist() == sorted(engine._scheduler.cache._slots.values())
     taken = {group.slot for group in engine._scheduler.groups}
     by_slot = table.reshape(engine.runner.size, -1)

@@ -11,16 +11,17 @@ import pytest
 from smcjax import LLM, SamplingParams, smc
 from smcjax.smc.heads import HeadParams
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
+from tests.engine.conftest import PIPELINED, lend, smc_llm
 from tests.engine.test_stop_strings import fingerprint, generate
 
 PROMPTS = ["a tale of two" + tail for tail in ("", " cities", "!", " cities")]
 
 
 @pytest.fixture(scope="module")
-def llm(pair: Pair) -> Iterator[LLM]:
-    with smc_llm(pair, {"gamma": 2, "pipelined": True}, admission="optimistic", num_pages=36) as llm:
-        yield llm
+def llm(pair: Pair, pipelined: LLM) -> Iterator[LLM]:
+    """`pipelined` that admits by what groups use, in few pages."""
+    with smc_llm(pair, PIPELINED, admission="optimistic") as llm:
+        yield lend(llm, 45)
 
 
 def head(size: int) -> smc.ValueHead:
@@ -44,7 +45,7 @@ def test_seeds_preemption_and_cached_prefixes(llm: LLM) -> None:
     found = [fingerprint(output) for output in alone]
     assert found[0] == plain[0]
     assert all(steered != was for steered, was in zip(found[1:], plain[1:], strict=True)), "they steer"
-    llm.engine._scheduler.free.utilization = 0.0
+    lend(llm, 45)
     together = generate(llm, PROMPTS, params)
     assert [fingerprint(output) for output in together] == found
     assert sum(output.metrics.preemptions for output in together) > 0

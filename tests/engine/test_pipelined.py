@@ -12,8 +12,8 @@ import pytest
 from smcjax import LLM, SMC, SamplingParams
 from smcjax.smc import KeepAll
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
-from tests.engine.test_control import COUNT, MAX_MODEL_LEN, PAGES, ROWS, run
+from tests.engine.conftest import PIPELINED, smc_llm
+from tests.engine.test_control import COUNT, PAGES, ROWS, run
 from tests.engine.test_eagle import TARGET
 from tests.engine.test_engine import fingerprint
 from tests.model.test_eagle import HEAD
@@ -22,16 +22,15 @@ FORM = {"type": "regex", "regex": "(ab|c){4,}"}
 
 
 @pytest.fixture(scope="module")
-def pipelined(pair: Pair) -> Iterator[LLM]:
-    smc = {"n_particles": ROWS, "pipelined": True}
-    fields = {"num_pages": 1 + 2 * PAGES, "max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN}
-    with smc_llm(pair, smc, admission="optimistic", **fields) as llm:
-        yield llm
+def by_use(pair: Pair, pipelined: LLM) -> Iterator[LLM]:
+    """`pipelined` that admits by what groups use."""
+    with smc_llm(pair, PIPELINED, admission="optimistic") as by_use:
+        yield by_use
 
 
 @pytest.fixture(scope="module")
-def answers(pipelined: LLM) -> list[Any]:
-    done = run(pipelined, list(range(COUNT)))
+def answers(by_use: LLM) -> list[Any]:
+    done = run(by_use, list(range(COUNT)))
     for output, tokens, text in done.values():
         assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text), "streamed is whole"
     return [done[number][0] for number in range(COUNT)]
@@ -63,8 +62,8 @@ def test_a_warning_says_what_can_be_done(answers: list[Any]) -> None:
         )
 
 
-def test_few_pages_and_another_order_change_nothing(pipelined: LLM, answers: list[Any]) -> None:
-    done = run(pipelined, list(range(COUNT))[::-1], PAGES)
+def test_few_pages_and_another_order_change_nothing(by_use: LLM, answers: list[Any]) -> None:
+    done = run(by_use, list(range(COUNT))[::-1], PAGES)
     for number, answer in enumerate(answers):
         output, tokens, text = done[number]
         assert fingerprint(output) == fingerprint(answer)

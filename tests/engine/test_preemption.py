@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,12 +14,11 @@ from hypothesis import given, settings
 from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.engine.engine import Engine
 from smcjax.engine.requests.requests import Request
-from smcjax.engine.schedule.page_budget import Footprint, FreePages
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.scheduler import ChunkLengths, Scheduler
-from smcjax.kv import allocate
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
+from tests.engine.conftest import lend, smc_llm
 from tests.engine.test_engine import fingerprint, prompt, sound
 
 pytestmark = pytest.mark.all_sizes
@@ -30,7 +26,6 @@ pytestmark = pytest.mark.all_sizes
 ROWS, WIDTH, PAGE_SIZE = 4, 4, 4
 COUNT = 10  # different requests
 PAGES = 100
-_allocate = jax.jit(allocate)
 
 
 def params(number: int) -> SamplingParams:
@@ -46,11 +41,11 @@ WORST = max(worst(number) for number in range(COUNT))
 
 
 @pytest.fixture(scope="module")
-def optimist(pair: Pair) -> Iterator[LLM]:
-    smc = {"n_particles": ROWS, "gamma": WIDTH - 1, "trace": False, "ess_threshold": 0.3}
-    with smc_llm(pair, smc, num_pages=1 + PAGES, admission="optimistic") as llm:
-        llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 8)
-        yield llm
+def optimist(pair: Pair, llm: LLM) -> Iterator[LLM]:
+    """`llm` that admits by what groups use."""
+    with smc_llm(pair, admission="optimistic") as optimist:
+        optimist.engine.runner.chunks = optimist.engine._scheduler.chunks = ChunkLengths(8, 8)
+        yield optimist
 
 
 @pytest.fixture(scope="module")
@@ -58,29 +53,12 @@ def alone(optimist: LLM) -> list[tuple[Any, ...]]:
     return [fingerprint(optimist.generate(prompt(i), params(i), use_tqdm=False)[0]) for i in range(COUNT)]
 
 
-def lend(llm: LLM, pages: int, share: float = 0.0) -> jax.Array:
-    """From now on the engine has so many pages; nobody gets the others, which are returned.
-
-    `share` is what it believes groups to use of their worst case: nothing makes it admit whom it can.
-    """
-    engine = llm.engine
-    engine.reset()
-    engine.runner.take_memory()
-    memory = engine.runner.memory
-    pool, others = _allocate(memory.pool, jnp.arange(PAGES) < PAGES - pages)
-    engine.runner._memory = dataclasses.replace(memory, pool=pool)
-    scheduler = engine._scheduler
-    scheduler._pages, scheduler.free = pages, FreePages(pages)
-    scheduler.free.utilization = share
-    return others
-
-
-def safe(engine: Engine, others: jax.Array) -> None:
+def safe(engine: Engine) -> None:
     """Counts are sound, every token has its page, and the host's bounds are bounds."""
     state, scheduler = engine.runner.state, engine._scheduler
     if state is None:
         return
-    sound(engine, others)
+    sound(engine)
     table, length = np.asarray(state.sequences.block_table), np.asarray(state.sequences.length)
     running = np.repeat(np.asarray(state.running), ROWS)
     for row in np.flatnonzero(running):
@@ -109,7 +87,7 @@ def test_no_allocation_fails_and_every_token_is_as_alone(
     lag: int,
     aborted: list[tuple[int, int]],
 ) -> None:
-    engine, others = optimist.engine, lend(optimist, pages)
+    engine = lend(optimist, pages).engine
     engine._lag = lag
     asked: dict[str, int] = {}
     outputs: dict[str, RequestOutput] = {}
@@ -125,7 +103,7 @@ def test_no_allocation_fails_and_every_token_is_as_alone(
             if at == step and which < len(asked):
                 engine.abort(list(asked)[which])
         outputs |= {output.request_id: output for output in engine.step()}
-        safe(engine, others)
+        safe(engine)
         if not todo and not engine.busy:
             break
     engine._lag = 0
@@ -145,7 +123,7 @@ def test_the_young_give_way_and_come_back(
     optimist: LLM, alone: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests in memory for the largest: preempted in the middle of their streams, which their readers cannot tell."""
-    engine, others = optimist.engine, lend(optimist, WORST)
+    engine = lend(optimist, WORST).engine
     monkeypatch.setattr(engine, "_lag", 1)
     before = optimist.metrics()
     numbers = sorted(range(COUNT), key=worst)[-5:]
@@ -161,7 +139,7 @@ def test_the_young_give_way_and_come_back(
         if engine._scheduler.groups:
             oldest.append(int(engine._scheduler.groups[0].request.request_id))
         ended |= {output.request_id: output for output in engine.step()}
-        safe(engine, others)
+        safe(engine)
         for name in names:
             said[name] += engine.chunks(name)
     assert oldest == sorted(oldest)  # the first to come is never preempted
@@ -180,7 +158,7 @@ def test_the_young_give_way_and_come_back(
 
 def test_aborted_while_it_waits_to_come_back(optimist: LLM) -> None:
     """Its output is what its reader has got so far."""
-    engine, others = optimist.engine, lend(optimist, WORST)
+    engine = lend(optimist, WORST).engine
     found = 0
     for number in (2, 4, 6, 8):
         names = []
@@ -195,7 +173,7 @@ def test_aborted_while_it_waits_to_come_back(optimist: LLM) -> None:
             if gone is None and engine._preempted:
                 gone = next(iter(engine._preempted))
                 engine.abort(gone)
-                safe(engine, others)
+                safe(engine)
         for name in names:
             chunks = engine.chunks(name)
             assert "".join(chunk.text for chunk in chunks) == outputs[name].outputs[0].text
@@ -210,16 +188,15 @@ def test_aborted_while_it_waits_to_come_back(optimist: LLM) -> None:
 
 
 def test_by_the_worst_case_nobody_is_preempted(pair: Pair, alone: list[tuple[Any, ...]]) -> None:
-    smc = {"n_particles": ROWS, "gamma": WIDTH - 1, "trace": False, "ess_threshold": 0.3}
-    with smc_llm(pair, smc, num_pages=1 + PAGES) as cautious:
+    with smc_llm(pair) as cautious:
         cautious.engine.runner.chunks = cautious.engine._scheduler.chunks = ChunkLengths(8, 8)
-        others = lend(cautious, WORST * 3 // 2)
+        lend(cautious, WORST * 3 // 2)
         for number in range(COUNT):
             cautious.engine.add_request(cautious.request(prompt(number), params(number)))
         outputs: list[RequestOutput] = []
         while cautious.engine.busy:
             outputs += cautious.engine.step()
-            safe(cautious.engine, others)
+            safe(cautious.engine)
         outputs.sort(key=lambda output: int(output.request_id))
         assert [fingerprint(output) for output in outputs] == alone
         assert cautious.metrics()["preemptions"] == 0
@@ -233,7 +210,7 @@ def test_what_a_first_cycle_needs_is_what_it_takes(optimist: LLM) -> None:
     engine, footprint = optimist.engine, Footprint(ROWS, PAGE_SIZE, WIDTH)
     for length in (4, 6, 7, 9):
         lend(optimist, PAGES)
-        params = SamplingParams(seed=3, ignore_eos=True)
+        params = SamplingParams(seed=4, ignore_eos=True)
         request = optimist.request({"prompt_token_ids": [97] * length}, params)
         engine.add_request(request)
         while not any(group.started for group in engine._scheduler.groups):

@@ -14,7 +14,7 @@ import pytest
 from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams
 from smcjax.engine.results.stopping import StopStrings
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
+from tests.engine.conftest import lend, smc_llm
 
 NEVER = "never there"
 
@@ -81,9 +81,9 @@ def test_a_first_token_that_stops_ends_the_work_after_two_cycles(which: str, req
 def test_the_same_after_preemptions(pair: Pair, llm: LLM) -> None:
     prompts, params = ["ab" * 3] * 6, [ask(number) for number in range(6)]
     alone = [fingerprint(generate(llm, prompt, one)[0]) for prompt, one in zip(prompts, params, strict=True)]
-    with smc_llm(pair, num_pages=46, admission="optimistic") as tight:
+    with smc_llm(pair, admission="optimistic") as tight:
         for lag in (0, 1):
-            tight.engine._lag, tight.engine._scheduler.free.utilization = lag, 0.0
+            lend(tight, 45).engine._lag = lag
             assert [fingerprint(output) for output in generate(tight, prompts, params)] == alone
         assert tight.metrics()["preemptions"] > 0
 

@@ -14,7 +14,7 @@ from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from tests.checkpoints import Pair
-from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
+from tests.engine.conftest import MAX_MODEL_LEN, lend, smc_llm
 from tests.engine.test_engine import add, drain, fingerprint, sound
 
 PAGE_SIZE, CHUNK, PAGES = 4, 8, 32
@@ -22,22 +22,22 @@ RANDOM = np.random.default_rng(0).integers(0, 256, (3, MAX_MODEL_LEN)).tolist()
 
 
 def shortened(llm: LLM) -> LLM:
-    """Chunks of prefill of two pages, so that prompts take some."""
+    """Chunks of prefill of two pages, so that prompts take some; memory for little more than the largest request."""
     llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(CHUNK, CHUNK)
-    return llm
+    return lend(llm, PAGES)
 
 
 @pytest.fixture(scope="module")
-def caching(pair: Pair) -> Iterator[LLM]:
-    """Memory for little more than the largest request: cached pages often give way."""
-    with smc_llm(pair, num_pages=1 + PAGES, smc={"trace": False}) as llm:
-        yield shortened(llm)
+def caching(pair: Pair, llm: LLM) -> Iterator[LLM]:
+    """`llm`, whose cached pages often give way."""
+    with smc_llm(pair) as caching:
+        yield shortened(caching)
 
 
 @pytest.fixture(scope="module")
-def forgetting(pair: Pair) -> Iterator[LLM]:
-    with smc_llm(pair, num_pages=1 + PAGES, smc={"trace": False}, enable_prefix_caching=False) as llm:
-        yield shortened(llm)
+def forgetting(pair: Pair, llm: LLM) -> Iterator[LLM]:
+    with smc_llm(pair, enable_prefix_caching=False) as forgetting:
+        yield shortened(forgetting)
 
 
 def prompt(shared: int, own: int, family: int = 1) -> dict[str, list[int]]:
@@ -67,8 +67,7 @@ def test_reuse_changes_no_token(caching: LLM, forgetting: LLM, shapes: list[tupl
     assert [fingerprint(output) for output in with_cache] == [fingerprint(output) for output in without]
     assert all(output.metrics.num_cached_tokens == 0 for output in without)
     sound(caching.engine)
-    metrics = caching.metrics()
-    assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
+    assert caching.metrics()["kv_pages_free"] == PAGES
 
 
 def test_one_by_one_it_changes_no_bit(caching: LLM, forgetting: LLM) -> None:
