@@ -22,7 +22,9 @@ def test_a_prompt_of_another_kind_is_doubted(smcjax: Command, tmp_path: Path) ->
     """By the bundled pair and the default decoder; the word problem before it is not."""
     problem, asked = prompt(generate(seed=5, n=1, split="eval")[0]), tmp_path / "i.jsonl"
     asked.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in (problem, "What is the capital of France?")))
-    done = smcjax("generate", "--input-file", str(asked), "--max-tokens", "40", "--max-model-len", "256")
+    done = smcjax(
+        "generate", "--input-file", str(asked), "--max-tokens", "40", "--max-model-len", "256", "--max-num-seqs", "1"
+    )
     assert done.code == 0
     assert done.err.count(DOUBT) == 1
     assert f"warning: the prompt of line 2 {DOUBT}" in done.err

@@ -57,7 +57,7 @@ def test_greedy_tokens_are_those_of_torch(llm: LLM) -> None:
 def test_populations_weigh_as_their_control_says(llm: LLM) -> None:
     """At control 1 all weights are 1; at 0.1 they differ, and evidence stays near 1 with so near a draft."""
     asked = [SamplingParams(max_tokens=12, seed=5, control=control) for control in (1.0, 0.1)]
-    populations = [llm.generate(PROMPTS[0], params, use_tqdm=False)[0].smc for params in asked]
+    populations = [output.smc for output in llm.generate([PROMPTS[0]] * 2, asked, use_tqdm=False)]
     evidences = [population.log_evidence for population in populations if population is not None]
     assert evidences[0] == 0.0
     assert math.isfinite(evidences[1])
@@ -78,10 +78,7 @@ def test_a_judge_tells_praise_from_blame(llm: LLM) -> None:
 
 
 def test_a_stream_is_the_whole(llm: LLM) -> None:
-    params = greedy(12)
-    prompt = "Once upon a time, in a café by the sea,"
-    whole = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-    chunks = list(llm.generate_stream(prompt, params))
-    assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert [token for chunk in chunks for token in chunk.token_ids] == list(whole.token_ids)
+    chunks = list(llm.generate_stream(PROMPTS[0], greedy(12, ignore_eos=True)))
+    assert "".join(chunk.text for chunk in chunks) == llm.tokenizer.decode(GREEDY[0][:12])
+    assert [token for chunk in chunks for token in chunk.token_ids] == GREEDY[0][:12]
     assert len(chunks) >= 4  # of three tokens at most

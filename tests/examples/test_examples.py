@@ -21,6 +21,12 @@ RIGHT = "#### 5"
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def _few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example's LLM has programs for one request at a time and for short answers, where it names neither."""
+    monkeypatch.setattr(smcjax, "LLM", lambda *of, **how: LLM(*of, **{"max_num_seqs": 1, "max_model_len": 256, **how}))
+
+
 def of_tiny_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layers: int = 1, **changes: Any) -> None:
     """An example's LLM has random models of bytes, whose programs take a tenth of the time; words are as they come."""
     pair = [write_model(tmp_path / name, 264, seed, num_layers=layers) for seed, name in enumerate(("target", "draft"))]
