@@ -187,7 +187,10 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
     if done.returncode == REFUSED:
         raise ValueError(f"response_format {done.stdout.decode()}.")
     if done.returncode == OUT_OF_MEMORY or done.returncode in FINAL:
-        raise ValueError(_too_large(expression))
+        raise ValueError(
+            f"response_format takes more than {SECONDS:g} s or {BYTES >> 30} GiB to be made an automaton; "
+            f"{_mend(expression)}, repeated parts above all."
+        )
     if done.returncode < 0:
         raise Undecided(
             f"response_format was not made an automaton, since signal {-done.returncode} ended that; ask again later, "
@@ -204,11 +207,4 @@ def _mend(expression: Expression) -> str:
     """The mend, as a command, of an expression that takes too much."""
     return (
         f"lower max_depth, here {expression.depth}, or simplify it" if expression.kind == "grammar" else "simplify it"
-    )
-
-
-def _too_large(expression: Expression) -> str:
-    return (
-        f"response_format takes more than {SECONDS:g} s or {BYTES >> 30} GiB to be made an automaton; "
-        f"{_mend(expression)}, repeated parts above all."
     )

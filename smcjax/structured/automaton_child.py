@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import io
 import json
+import resource
+import signal
 import sys
 from typing import Any
+
+import numpy as np
 
 from smcjax.structured.byte_automata import Refusal, TooLarge, kinds_of_bytes
 from smcjax.structured.grammar import expression_automaton, grammar_automaton, part_automaton, rules_automaton
@@ -32,8 +36,6 @@ def token_columns(table: Any, tokens: list[bytes], most_cells: int) -> tuple[Any
 
     An empty token leads nowhere.
     """
-    import numpy as np
-
     leads, kinds = kinds_of_bytes(table)
     kind_of = kinds.astype(np.uint8).tobytes()
     steps = list(np.ascontiguousarray(leads.T))
@@ -68,8 +70,6 @@ def token_columns(table: Any, tokens: list[bytes], most_cells: int) -> tuple[Any
 
 def token_automaton(table: Any, accepts: Any, tokens: list[bytes], most_cells: int) -> dict[str, Any]:
     """The automaton over tokens, without states and classes that nothing can lead to: the arrays of `Automaton`."""
-    import numpy as np
-
     classes, columns = token_columns(table, tokens, most_cells)
     dead = table.shape[0] - 1
     before, kinds = np.nonzero(columns != dead)  # of each transition: its state, and the one that it leads to
@@ -101,8 +101,6 @@ def _distances(sources: Any, targets: Any, first: Any, states: int) -> Any:
 
     Each transition is looked at once, so a chain of states takes no more than a bush of them.
     """
-    import numpy as np
-
     order = np.argsort(sources, kind="stable")
     targets, begin = targets[order], np.searchsorted(sources[order], np.arange(states + 1)).tolist()
     distances = np.full(states, UNREACHED)
@@ -149,9 +147,6 @@ def main() -> None:
     Exits with `REFUSED` where it has written why there are none, and with `OUT_OF_MEMORY` where Python's own memory
     does not suffice; what else does not ends by a signal.
     """
-    import resource
-    import signal
-
     setup = json.loads(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))
     resource.setrlimit(resource.RLIMIT_AS, (setup["bytes"], setup["bytes"]))
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # what ends by it is the process
@@ -163,8 +158,6 @@ def main() -> None:
     except Refusal as refusal:
         sys.stdout.buffer.write(worded(refusal, setup["mend"]).encode())
         sys.exit(REFUSED)
-    import numpy as np
-
     written = io.BytesIO()
     np.savez(written, **arrays)
     sys.stdout.buffer.write(written.getvalue())
@@ -173,8 +166,6 @@ def main() -> None:
 
 def _tokens(written: bytes) -> list[bytes]:
     """The vocabulary, from an npz of its bytes and of where each token ends."""
-    import numpy as np
-
     given = np.load(io.BytesIO(written), allow_pickle=False)
     data, ends = given["data"].tobytes(), given["ends"].tolist()
     return [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from smcjax.structured.parts import Ranges
 
 MAX_MEMBERS = 64  # steps for each state that an automaton may have
@@ -31,8 +33,6 @@ def minimal(table: Any, accepts: Any, most_states: int) -> tuple[Any, Any]:
 
     Raises Empty where it accepts nothing, TooLarge where it has more states.
     """
-    import numpy as np
-
     columns, _ = kinds_of_bytes(table)
     group = _groups(columns, accepts)
     rows, (_, first) = group[columns], np.unique(group, return_index=True)
@@ -53,8 +53,6 @@ def minimal(table: Any, accepts: Any, most_states: int) -> tuple[Any, Any]:
 
 def kinds_of_bytes(table: Any) -> tuple[Any, Any]:
     """The columns of a table that differ, and which of them each byte has."""
-    import numpy as np
-
     place: dict[bytes, int] = {}
     kinds = [place.setdefault(column.tobytes(), len(place)) for column in np.ascontiguousarray(table.T)]
     return table[:, np.unique(kinds, return_index=True)[1]], np.array(kinds)
@@ -62,8 +60,6 @@ def kinds_of_bytes(table: Any) -> tuple[Any, Any]:
 
 def _groups_by_rows(columns: Any, accepts: Any) -> Any:
     """The group of each state, equivalent ones having the same (Moore 1956)."""
-    import numpy as np
-
     group, count = accepts.astype(np.int64), 0
     while (now := int(group.max()) + 1) > count:
         count = now
@@ -77,8 +73,6 @@ def _groups(columns: Any, accepts: Any) -> Any:
     Only states that lead to one whose group is new are looked at again, so a chain takes a step a state, not all states
     a step. The others of a group share a hash, which is `common` to it; where there are none, its largest part stays.
     """
-    import numpy as np
-
     states, kinds = columns.shape
     draw = np.random.default_rng(0)
     word = draw.integers(1, 2**63, states + 2, np.uint64)  # of each group
@@ -116,8 +110,6 @@ def _groups(columns: Any, accepts: Any) -> Any:
 
 def product(one: tuple[Any, Any], two: tuple[Any, Any], most_states: int) -> tuple[Any, Any]:
     """The minimal automaton of the texts that both accept. Raises Empty, TooLarge."""
-    import numpy as np
-
     (table, accepts), (other, ends) = one, two
     width = other.shape[0]
     columns, kind_of = kinds_of_bytes(np.concatenate([table, other]))
@@ -143,8 +135,6 @@ def product(one: tuple[Any, Any], two: tuple[Any, Any], most_states: int) -> tup
 
 def complement(one: tuple[Any, Any]) -> tuple[Any, Any]:
     """An automaton of all other sequences of bytes."""
-    import numpy as np
-
     table, accepts = one
     last = np.full((1, 256), table.shape[0], np.int32)
     return np.concatenate([table, last]), np.append(~accepts, False)
@@ -209,8 +199,6 @@ class Joined:
 
     def automaton(self, part: tuple[Any, Any], begin: int, end: int) -> None:
         """Lets the texts of a deterministic automaton lead from `begin` to `end`."""
-        import numpy as np
-
         table, accepts = part
         size = table.shape[0] - 1
         first = self._states(size)
@@ -231,8 +219,6 @@ class Joined:
 
         Raises Empty where there are none, TooLarge.
         """
-        import numpy as np
-
         cuts = sorted({0, 256, *(cut for some in self._arrows for low, high, _ in some for cut in (low, high + 1))})
         kind_of = {cut: kind for kind, cut in enumerate(cuts)}
         arrows = [[(kind_of[low], kind_of[high + 1], target) for low, high, target in some] for some in self._arrows]

@@ -12,9 +12,11 @@ groups, possessive repetitions, atomic groups. So is what readers of expressions
 from __future__ import annotations
 
 import re
+import unicodedata
 import warnings
 from collections.abc import Callable
 from functools import cache
+from re import _constants, _parser
 from typing import Any
 
 from smcjax.checks import short
@@ -63,8 +65,6 @@ def read_pattern(text: str, alphabet: Ranges) -> tuple[list[Part], list[Part]]:
 
     A look ahead is kept where the expression begins with it, behind ^.
     """
-    from re import _constants
-
     tree, flags = _parsed(text, ecma=True)
     reader = _Reader(text, alphabet, ecma=True)
     some = Repeat(Character(alphabet), 0, None)
@@ -87,8 +87,6 @@ def _parsed(text: str, *, ecma: bool = False, is_shared: bool = False) -> tuple[
 
     `is_shared`: its writer may mean Rust's syntax as well, in which classes have operators.
     """
-    from re import _parser
-
     written = _for_python(text, ecma)
     try:
         with warnings.catch_warnings(record=True) as warned:
@@ -162,8 +160,6 @@ def _for_python(text: str, ecma: bool) -> str:
 
 def _category(text: str, name: str, excludes: bool, in_class: bool) -> str:
     """A general category as a class, or as members of one, in Python's syntax."""
-    import unicodedata
-
     short_name = name.rpartition("=")[2]
     ranges = _ranges_of(lambda character: unicodedata.category(character).startswith(short_name))
     if not 1 <= len(short_name) <= 2 or not ranges:
@@ -195,9 +191,7 @@ class _Reader:
     def __init__(
         self, text: str, alphabet: Ranges, *, ecma: bool = False, anchors: bool = True, excludes: bool = False
     ) -> None:
-        from re import _constants
-
-        self._text, self._alphabet, self._ecma, self._anchors, self._names = text, alphabet, ecma, anchors, _constants
+        self._text, self._alphabet, self._ecma, self._anchors = text, alphabet, ecma, anchors
         self._excludes = excludes  # what is read is excluded from texts
 
     def sequence(self, tree: Any, flags: re.RegexFlag) -> Part:
@@ -216,7 +210,7 @@ class _Reader:
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, tree = given
             part = self.sequence(tree, flags)
-            return Repeat(part, int(least), None if most is self._names.MAXREPEAT else int(most)) if most else NOTHING
+            return Repeat(part, int(least), None if most is _constants.MAXREPEAT else int(most)) if most else NOTHING
         if kind == "AT":
             where = str(given)
             if not self._anchors or where not in ("AT_BEGINNING", "AT_BEGINNING_STRING", "AT_END", "AT_END_STRING"):

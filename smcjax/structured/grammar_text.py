@@ -11,6 +11,7 @@ terminal of a rule and at the end. Anything else is refused by name.
 
 from __future__ import annotations
 
+import importlib.resources
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -301,8 +302,6 @@ def _words(tree: Any) -> list[str]:
 @cache
 def _common() -> dict[str, Any]:
     """The trees of the terminals of Lark's library by name."""
-    import importlib.resources
-
     text = importlib.resources.files("lark").joinpath("grammars/common.lark").read_text()
     return {str(one.children[0]): one for one in _parsed(text, False).children}
 

@@ -9,6 +9,8 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from smcjax.structured.byte_automata import Empty, product
 from smcjax.structured.grammar import part_automaton
 from smcjax.structured.parts import NEVER, NOTHING, Character, Choice, Made, Part, Repeat, Sequence, Text
@@ -136,8 +138,6 @@ _EXPONENT = Repeat(
 
 def _multiples(divisor: int) -> tuple[Any, Any]:
     """The automaton of digits, a sign and a point aside, that make a multiple of a number: states are remainders."""
-    import numpy as np
-
     table = np.full((divisor + 1, 256), divisor, np.int32)
     table[:-1, 48:58] = (np.arange(divisor)[:, None] * 10 + np.arange(10)) % divisor
     table[:-1, [ord("-"), ord(".")]] = np.arange(divisor)[:, None]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
+
+import numpy as np
 
 from smcjax.structured.byte_automata import Empty, complement, minimal, product
 from smcjax.structured.expressions import ALL, read_expression, read_pattern, without
@@ -71,20 +73,13 @@ class Strings:
     excluded: frozenset[str] = frozenset()
 
     def part(self) -> Part:
-        """The texts of these strings."""
-        return Made(self.automaton)
-
-    def automaton(self, most_states: int) -> tuple[Any, Any]:
-        """The automaton of their texts, quotes and escapes among them. Raises Empty, TooLarge."""
-        return _quoted(self, most_states)
-
-    def content(self, most_states: int) -> tuple[Any, Any]:
-        """The automaton of their content. Raises Refusal for a pattern that cannot be kept; Empty, TooLarge."""
-        return _content(self, most_states)
+        """The texts of these strings, quotes and escapes among them."""
+        return Made(partial(_quoted, self))
 
 
 @cache
-def _content(strings: Strings, most_states: int) -> tuple[Any, Any]:
+def content(strings: Strings, most_states: int) -> tuple[Any, Any]:
+    """The automaton of the strings' content. Raises Refusal for a pattern that cannot be kept; Empty, TooLarge."""
     some: list[tuple[Any, Any]] = []
     for pattern in sorted(strings.patterns):
         wanted, unwanted = read_pattern(pattern, SPELLED)
@@ -112,12 +107,9 @@ def _format(name: str, most_states: int) -> tuple[Any, Any]:
 
 @cache
 def _quoted(strings: Strings, most_states: int) -> tuple[Any, Any]:
-    import numpy as np
-
-    table, accepts = strings.content(most_states)
-    dead = (
-        table.shape[0] - 1
-    )  # states: the content's, behind a backslash from each, the first, the last, and the dead one
+    table, accepts = content(strings, most_states)
+    dead = table.shape[0] - 1
+    # States: the content's, behind a backslash from each, the first, the last, and the dead one.
     first, last, none = 2 * dead, 2 * dead + 1, 2 * dead + 2
     quoted = np.full((none + 1, 256), none, np.int32)
     quoted[:dead] = np.where(table[:dead] == dead, none, table[:dead])
@@ -138,7 +130,7 @@ def _quoted(strings: Strings, most_states: int) -> tuple[Any, Any]:
 def holds(strings: Strings, text: str, most_states: int) -> bool:
     """True for a string that is one of these."""
     try:
-        table, accepts = strings.content(most_states)
+        table, accepts = content(strings, most_states)
     except Empty:
         return False
     state = 0

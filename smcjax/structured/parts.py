@@ -1,6 +1,6 @@
 """Parts of which sets of texts are made: what grammars, expressions and JSON schemas are read as.
 
-`smcjax.structured.rules` makes an automaton of rules, which are parts by name. Parts that look alike are different
+`smcjax.structured.grammar` makes an automaton of rules, which are parts by name. Parts that look alike are different
 ones: they are compared and kept by identity.
 """
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from smcjax.checks import short
 from smcjax.structured.byte_automata import Empty, Refusal, TooLarge
 from smcjax.structured.json_numbers import Numbers
-from smcjax.structured.json_texts import Strings, holds
+from smcjax.structured.json_texts import Strings, content, holds
 from smcjax.structured.json_values import (
     ANY,
     NO,
@@ -309,7 +309,7 @@ class Alternatives:
             return not record.is_empty
         if isinstance(record, Strings):
             try:
-                record.content(STATES)
+                content(record, STATES)
             except Empty:
                 return False
             except TooLarge:
@@ -351,26 +351,16 @@ class Alternatives:
 
 def _closed(found: list[Alternative], schema: Mapping[str, Any]) -> list[Alternative]:
     """The alternatives without properties and items that no keyword of the schema describes, where it excludes them."""
-    closed: dict[str, dict[str, Nodes]] = {}
-    if schema.get("unevaluatedProperties") is False:
-        closed["object"] = {"others": (NO,)}
-    if schema.get("unevaluatedItems") is False:
-        closed["array"] = {"items": (NO,)}
-    for name in ("unevaluatedProperties", "unevaluatedItems"):
+    for name, kind, field in (("unevaluatedProperties", "object", "others"), ("unevaluatedItems", "array", "items")):
         if schema.get(name, False) not in (True, False):
             raise Refusal(f"has {name} of a schema, which is not kept here; leave it out")
-    if not closed:
-        return found
-    made = []
-    for one in found:
-        records = dict(one.records)
-        for kind, fields in closed.items():
-            record = records.get(kind)
-            name = next(iter(fields))
-            if isinstance(record, Arrays | Objects) and not getattr(record, name):
-                records[kind] = dataclasses.replace(record, **fields)  # type: ignore[arg-type]
-        made.append(dataclasses.replace(one, records=records))
-    return made
+        closed: Any = {field: (NO,)}
+        for place, one in enumerate(found if schema.get(name) is False else ()):
+            record = one.records.get(kind)
+            if isinstance(record, Arrays | Objects) and not getattr(record, field):
+                records = {**one.records, kind: dataclasses.replace(record, **closed)}
+                found[place] = dataclasses.replace(one, records=records)
+    return found
 
 
 def schemas_within(part: Any) -> Iterator[Mapping[str, Any]]:

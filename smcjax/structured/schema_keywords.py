@@ -12,7 +12,7 @@ from smcjax.checks import short
 from smcjax.structured.byte_automata import Empty, Refusal
 from smcjax.structured.formats import FORMATS, FREE, REAL, WHOLE
 from smcjax.structured.json_numbers import Numbers, decimal_of
-from smcjax.structured.json_texts import Strings
+from smcjax.structured.json_texts import Strings, content
 from smcjax.structured.json_values import (
     ANY,
     STATES,
@@ -169,7 +169,7 @@ class OwnKeywords:
             least, most, frozenset([] if pattern is None else [pattern]), frozenset([form] if form in FORMATS else [])
         )
         try:
-            made.content(STATES)
+            content(made, STATES)
         except Empty:
             raise Refusal(f"has strings in {self._where} of which there are none; mend them") from None
         except Refusal as refusal:

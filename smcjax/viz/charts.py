@@ -31,21 +31,20 @@ def draw_acceptance(rows: Sequence[dict[str, Any]], path: Path) -> None:
     title = _acceptance_title(rows)
     figure = new_figure(9, 5.5, title)
     axes = figure.subplots()
-    gammas: list[int] = []  # in the order in which they appear
-    exact: list[int] = []
-    smc: list[int] = []
+    drafting = [row for row in rows if row["gamma"]]
+    gammas = list(dict.fromkeys(row["gamma"] for row in drafting))
+    smc = list(dict.fromkeys(row["n_particles"] for row in drafting if row["acceptance"] is None))
+    exact = list(dict.fromkeys(row["n_particles"] for row in drafting if row["acceptance"] is not None))
     labels = []
     for row in rows:
-        speeds, colour = row["tokens_per_second"], INK
-        if row["gamma"]:
-            colour = colour_of(_place(gammas, row["gamma"]))
+        speeds, count = row["tokens_per_second"], row["n_particles"]
+        colour = colour_of(gammas.index(row["gamma"])) if row["gamma"] else INK
         if not row["gamma"]:
             axes.axhline(speeds[0], linestyle=":", color=colour)
         elif row["acceptance"] is None:
-            dashes = DASHES[_place(smc, row["n_particles"]) % len(DASHES)]
-            axes.axhline(speeds[0], linestyle=dashes, color=colour)
+            axes.axhline(speeds[0], linestyle=DASHES[smc.index(count) % len(DASHES)], color=colour)
         else:
-            marker = MARKERS[_place(exact, row["n_particles"]) % len(MARKERS)]
+            marker = MARKERS[exact.index(count) % len(MARKERS)]
             rates, speeds = zip(*sorted(zip(row["acceptance"], speeds, strict=True)), strict=True)
             axes.plot(rates, speeds, marker=marker, color=colour)
         labels.append((speeds[-1], row["decoder"], colour))
@@ -79,13 +78,6 @@ def _acceptance_title(rows: Sequence[dict[str, Any]]) -> str:
         return f"No exact decoder is as fast as {smc['decoder']} up to an acceptance of {highest:g}"
     rate, name = min(reached)
     return f"{name} is as fast as {smc['decoder']} from an acceptance of {rate:.2f} on"
-
-
-def _place(seen: list[int], number: int) -> int:
-    """Where `number` is in `seen`, to which it is added if new."""
-    if number not in seen:
-        seen.append(number)
-    return seen.index(number)
 
 
 @styled

@@ -217,27 +217,26 @@ def _colour(family: int) -> str:
 
 def _tree(axes: Axes, trace: TraceFile) -> None:
     cycles, n = trace.ancestors.shape
-    heirs, family, finished = (
-        descendants(trace.ancestors),
-        families(trace.ancestors, len(FAMILY)),
-        finished_nodes(trace),
-    )
+    heirs, family = descendants(trace.ancestors), families(trace.ancestors, len(FAMILY))
+    finished = finished_nodes(trace)
     answer = lineages(trace.ancestors)[:, trace.selected]
     ended = [(t, j) for t in range(cycles + 1) for j in range(n)
              if finished[t, j] and (t == 0 or not finished[t - 1, trace.ancestors[t - 1, j]])]  # fmt: skip
     thin = float(np.clip(24 / n, 0.45, 1.0))  # many rows share the height
 
-    # An edge looks as the node it leads to; edges out of an ended sequence are dotted.
+    def look(t: int, j: int) -> tuple[int, int, bool]:
+        """(family, width level, dotted) of the edge into node (t, j): the node's; dotted out of an ended sequence."""
+        level = min(int(heirs[t, j]).bit_length() - 1, 4) if heirs[t, j] else 0
+        return int(family[t, j]), level, bool(finished[t - 1, trace.ancestors[t - 1, j]])
+
     looks: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {}
     for j in range(n):
         t = 1
         while t <= cycles:
-            key = _look(t, j, family, heirs, finished, trace.ancestors)
+            key = look(t, j)
             start, source = t, int(trace.ancestors[t - 1, j])
             # A straight run is one line: fewer points, and dots that stay regular.
-            while source == j and t < cycles and trace.ancestors[t, j] == j and (
-                _look(t + 1, j, family, heirs, finished, trace.ancestors) == key
-            ):  # fmt: skip
+            while source == j and t < cycles and trace.ancestors[t, j] == j and look(t + 1, j) == key:
                 t += 1
             looks.setdefault(key, []).append((start - 1, source, t, j))
             t += 1
@@ -293,14 +292,6 @@ def _tree(axes: Axes, trace: TraceFile) -> None:
         entries.append(Line2D([], [], color=INK, marker="v", ms=5, mew=0, lw=0, label="resampled"))
     axes.legend(handles=entries, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, borderaxespad=0,
                 borderpad=0.7, handlelength=2.0, columnspacing=1.8, labelcolor=MUTED)  # fmt: skip
-
-
-def _look(
-    t: int, j: int, family: np.ndarray, heirs: np.ndarray, finished: np.ndarray, ancestors: np.ndarray
-) -> tuple[int, int, bool]:
-    """(family, width level, dotted) of the edge into node (t, j)."""
-    level = min(int(heirs[t, j]).bit_length() - 1, 4) if heirs[t, j] else 0
-    return int(family[t, j]), level, bool(finished[t - 1, ancestors[t - 1, j]])
 
 
 def _stroke(

@@ -1,6 +1,6 @@
 // Runs in files: traces of `smcjax generate --trace`, and events as this page saves them, one JSON object a line.
 
-import { History } from "./history.js";
+import { History, normalized } from "./history.js";
 
 const MAX_PARTICLES = 1024;
 
@@ -74,12 +74,8 @@ function fromTrace(trace) {
     take(history, { ...event, log_weights: weights[t], ess: number(ess[t]), resampled: resampled[t] });
   });
   if (!history.columns.length) throw new Error("The trace has no cycles: its answer ended with its first token.");
-  const finals = trace.final_log_weights.map(number);
-  const top = Math.max(...finals.map((value) => value ?? -Infinity));
-  const chances = finals.map((value) => (value === null ? 0 : Math.exp(value - top)));
-  const sum = chances.reduce((a, b) => a + b, 0) || 1;
-  const { selected } = trace;
-  history.end({ selected, log_evidence: number(trace.log_evidence), weights: chances.map((one) => one / sum), texts });
+  const chances = normalized(trace.final_log_weights);
+  history.end({ selected: trace.selected, log_evidence: number(trace.log_evidence), weights: chances, texts });
   return history;
 }
 
