@@ -138,12 +138,6 @@ def same_everywhere(llm: LLM) -> None:
             np.testing.assert_array_equal(first, other)
 
 
-def test_tokens_in_int8_are_those_of_one_device(target: str, draft: str) -> None:
-    """By rejection; of a population they are so in `parallel_requests_laws`, with resampling and control."""
-    decoding, int8 = Rejection(gamma=3, n_candidates=2), {"quantization": "int8", "draft_quantization": "int8"}
-    assert answers(target, draft, decoding, 2, **int8) == alone(target, draft, decoding, **int8)
-
-
 BLOCKS = {"kernel_size": 4, "kernel_stride": 2, "block_size": 8, "num_blocks": 2, "init_blocks": 0, "local_blocks": 1}
 KIND = NSA(**BLOCKS, window=4, kv="shared")
 

@@ -38,15 +38,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def answered(pair: Pair, size: int, where: Path) -> tuple[list[RequestOutput], str]:
     """Answers to `ASKED`, and how the devices are named in a profile of the pair, which is left there."""
-    fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4}
-    with LLM(
-        pair.target,
-        draft_model=pair.draft,
-        decoding=Rejection(2),
-        dtype="float32",
-        tensor_parallel_size=size,
-        **fields,
-    ) as llm:
+    fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4, "dtype": "float32"}
+    fields |= {"quantization": "int8", "draft_quantization": "int8", "tensor_parallel_size": size}
+    decoding = Rejection(gamma=3, n_candidates=2)
+    with LLM(pair.target, draft_model=pair.draft, decoding=decoding, **fields) as llm:
         llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(16, 16)
         params = [SamplingParams(max_tokens=14, seed=seed, **one) for seed, one in enumerate(ASKED)]
         outputs = llm.generate([{"prompt_token_ids": [*b"a tale"]}] * len(ASKED), params, use_tqdm=False)
@@ -58,7 +53,7 @@ def answered(pair: Pair, size: int, where: Path) -> tuple[list[RequestOutput], s
 
 
 def test_requests_that_ask_for_more(pair: Pair, tmp_path: Path) -> None:
-    """Penalties, a form, truncation: the tokens of one device, and its log-probabilities but for rounding.
+    """Penalties, a form, truncation, int8: the tokens of one device, and its log-probabilities but for rounding.
 
     A profile of one device is none of two, on which another decoder may be the faster one.
     """

@@ -25,6 +25,7 @@ from tests.engine.parallel_laws import TARGET_SHAPE, asked, collectives, same_ev
 from tests.smc.test_one_program import HOST
 
 FIELDS: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4, "dtype": "float32"}
+FEW_PAGES: dict[str, Any] = {"admission": "optimistic", "num_pages": 34}
 DECODING = SMC(4, 3, pipelined=True, ess_threshold=0.9)
 
 
@@ -42,7 +43,7 @@ def of(pair: tuple[str, str], **changes: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def two(pair: tuple[str, str]) -> Iterator[LLM]:
-    with of(pair, admission="optimistic", num_pages=34) as llm:
+    with of(pair, **FEW_PAGES) as llm:
         yield llm
 
 
@@ -93,10 +94,12 @@ def shards(params: Any) -> list[Any]:
 
 
 def test_control_devices_must_be_told(pair: tuple[str, str], two: LLM, patch_programs: Any) -> None:
-    """Without a word of the results devices would go apart."""
-    want = asked(two)
+    """Without a word of the results devices would go apart. Programs but a cycle's are those of `two`."""
+    want, executables = asked(two), two.engine.runner.programs._executables
     patch_programs(disaggregation, "_sum_over_devices", lambda results, axis: results)
-    with of(pair) as deaf:
+    with of(pair, **FEW_PAGES) as deaf:
+        others = {key: executable for key, executable in executables.items() if key[-1] != "step"}
+        deaf.engine.runner.programs._executables.update(others)
         assert asked(deaf) != want
         with pytest.raises(AssertionError):
             integers_alike(deaf)

@@ -198,9 +198,9 @@ def test_an_interruption_at_any_line(ready: LLM, lines: list[Line]) -> None:
 
 @pytest.mark.slow
 def test_a_second_one_at_any_line_of_the_clean_up(ready: LLM, lines: list[Line]) -> None:
-    """For places of the first where a batch is in flight: everywhere in a step, each with every third line after it.
+    """For places of the first where a batch is in flight: everywhere in a step, each with every fifth line after it.
 
-    Clean-ups are much alike, so that the lines that one place leaves out are those that the next two have.
+    Clean-ups are much alike, so that the lines that one place leaves out are those that the next four have.
     """
     asked = Asked(ready)
     names = (
@@ -213,19 +213,19 @@ def test_a_second_one_at_any_line_of_the_clean_up(ready: LLM, lines: list[Line])
     places = [line for line in lines if linecache.getline(*line).lstrip().startswith(names)]
     assert len(places) >= 5
     for index, place in enumerate(places):
-        second = 1 + index % 3
+        second = 1 + index % 5
         while True:
             cleaned = struck(ready, place, 3, second)
             asked.after(place, second)
             if cleaned < second:
                 break
-            second += 3
+            second += 5
         assert second > 20, place
 
 
 @pytest.mark.slow
 def test_an_interrupted_construction_holds_nothing(pair: Pair) -> None:
-    """At every second line once the weights are there; even while the traceback, and all that it refers to, is kept."""
+    """At every third line once the weights are there; even while the traceback, and all that it refers to, is kept."""
     gc.collect()
     held = {id(array) for array in jax.live_arrays()}
 
@@ -250,7 +250,7 @@ def test_an_interrupted_construction_holds_nothing(pair: Pair) -> None:
     while caught := interrupted_at(place):
         left = [array.shape for array in jax.live_arrays() if id(array) not in held and array.nbytes > 64]
         assert left == [], (place, traceback.format_exception(caught[0]))
-        place += 2
+        place += 3
     assert place > 30
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,10 @@ from tests.planner.tables import measured
 from tests.sizes import all_sizes
 
 ALONE = Autoregressive()
-SINGLE, MERGED = (Rejection(3, sparse=SparseVerification(*how)) for how in (("per_query",), ("merged", 2)))
+FORKING = Rejection(2, n_candidates=2)  # candidates fork pages
+SINGLE, MERGED = (
+    dataclasses.replace(FORKING, sparse=SparseVerification(*how)) for how in (("per_query",), ("merged", 4, "dfs"))
+)
 TIMES: dict[Decoding, dict[int, float]] = {ALONE: {1: 9.0, 2: 9.0}, SINGLE: {1: 1.0, 2: 2.0}, MERGED: {1: 2.0, 2: 1.0}}
 FIELDS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "page_size": 4}
 
@@ -115,62 +117,45 @@ def in_turns(base: LLM, choices: tuple[Decoding, ...], where: Path, monkeypatch:
 
 
 ASKED = [dataclasses.replace(one, temperature=0.0) if one.seed in (1, 4) else one for one in PARAMS]  # two are greedy
-READ = (SparseVerification(), SparseVerification("merged", 4, "dfs"))
-FORKING = Rejection(2, n_candidates=2)
-
-
-def in_readings(decoding: Rejection, how: Sequence[SparseVerification]) -> tuple[Decoding, ...]:
-    return tuple(dataclasses.replace(decoding, sparse=one) for one in how)
 
 
 @pytest.fixture(scope="module")
-def by_one_reading(base: LLM) -> Callable[[Decoding], list[list[int]]]:
-    """A decoder's answers, all cycles read alike."""
-
-    @functools.cache
-    def of(decoding: Decoding) -> list[list[int]]:
-        with LLM(share=base, decoding=decoding, **FIELDS) as llm:
-            return answers(llm, ASKED)
-
-    return of
+def by_one_reading(base: LLM) -> list[list[int]]:
+    """The answers to these, all cycles read alike."""
+    return answers(base, ASKED)
 
 
 @pytest.mark.slow
 def test_readings_at_random_change_no_token(
-    base: LLM,
-    by_one_reading: Callable[[Decoding], list[list[int]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    base: LLM, by_one_reading: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever of two strict readings each cycle has, seeds have the tokens of one reading, twice.
 
-    Candidates fork pages; prompts share cached ones.
+    Prompts share cached pages.
     """
-    choices = in_readings(FORKING, READ)
-    fixed = by_one_reading(choices[0])
-    with in_turns(base, choices, tmp_path, monkeypatch) as llm:
-        assert answers(llm, ASKED) == fixed
-        assert answers(llm, ASKED) == fixed
-        assert list(llm.batch_cycles) == [str(one) for one in choices]
+    with in_turns(base, (SINGLE, MERGED), tmp_path, monkeypatch) as llm:
+        assert answers(llm, ASKED) == by_one_reading
+        assert answers(llm, ASKED) == by_one_reading
+        assert list(llm.batch_cycles) == [str(SINGLE), str(MERGED)]
         assert min(llm.batch_cycles.values()) > 3
         assert llm.metrics()["prefix_cache_hits"] > 0
 
 
 @pytest.mark.slow
 def test_no_reading_is_of_another_class(
-    base: LLM,
-    by_one_reading: Callable[[Decoding], list[list[int]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    base: LLM, by_one_reading: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that shares blocks and one that reuses them are refused; among the others, the first changes tokens."""
-    choices = in_readings(FORKING, (READ[0], SparseVerification("shared", 4)))
-    for others in (choices, in_readings(FORKING, (READ[0], SparseVerification(schedule=2))), (FORKING, Rejection(4))):
+    shared, reused = (
+        dataclasses.replace(FORKING, sparse=one)
+        for one in (SparseVerification("shared", 4), SparseVerification(schedule=2))
+    )
+    for others in ((SINGLE, shared), (SINGLE, reused), (FORKING, Rejection(4))):
         with pytest.raises(ValueError, match=r"^readings must give the same tokens"):
             in_turns(base, others, tmp_path, monkeypatch)
     monkeypatch.setattr(switch, "same_tokens", lambda *_: True)
-    with in_turns(base, choices, tmp_path, monkeypatch) as llm:
-        assert answers(llm, ASKED) != by_one_reading(choices[0])
+    with in_turns(base, (SINGLE, shared), tmp_path, monkeypatch) as llm:
+        assert answers(llm, ASKED) != by_one_reading
         assert min(llm.batch_cycles.values()) > 3
 
 

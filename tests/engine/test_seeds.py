@@ -48,14 +48,6 @@ def test_neighbours_places_and_batch_sizes_change_nothing(llm: LLM, alone: list[
 
 
 @pytest.mark.slow
-def test_autoregressive_requests_are_their_own_too(plain: LLM) -> None:
-    everything = list(range(len(REQUESTS)))
-    expected = [fingerprint(ask(plain, [i])[0]) for i in everything]
-    for order in (everything, everything[::-1], [5, 2]):
-        assert [fingerprint(output) for output in ask(plain, order)] == [expected[i] for i in order]
-
-
-@pytest.mark.slow
 def test_coins_are_a_requests_own(pair: Pair) -> None:
     """Populations that end early are the same alone, in company, after preemptions, and as they stream."""
     coins = {"early_end": True, "control": 0.3}

@@ -18,7 +18,7 @@ from smcjax.model import ModelConfig, init_params, save_checkpoint
 
 pytestmark = pytest.mark.all_sizes
 
-CONFIG = ModelConfig(4096, 512, 1024, 2, 8, 2, 64, 1024)
+CONFIG = ModelConfig(4096, 512, 1024, 1, 8, 2, 64, 1024)
 LENGTHS = (1, 40, 130)  # prompts of one chunk and of several
 
 
