@@ -100,7 +100,8 @@ def _shared(pair: Pair) -> Iterator[Make]:
                 changes: dict[str, Any] = {"draft_model": None, "decoding": Autoregressive()}
                 if name == "rejecting":
                     changes = {"decoding": Rejection(gamma=3, n_candidates=2)}
-                return stack.enter_context(LLM(**llm_arguments(pair, max_num_seqs=2, **changes)))
+                lanes = 64 if name == "crowd" else 2
+                return stack.enter_context(LLM(**llm_arguments(pair, max_num_seqs=lanes, **changes)))
 
         yield made
 
@@ -141,6 +142,12 @@ def pipelined(_named: Callable[[str], LLM]) -> LLM:
 def plain(_named: Callable[[str], LLM]) -> LLM:
     """The target alone, two requests at a time; the session's, of the sizes that the file has."""
     return _named("plain")
+
+
+@pytest.fixture(scope="module")
+def crowd(_named: Callable[[str], LLM]) -> LLM:
+    """The target alone, 64 requests at a time; the session's, for laws of many answers."""
+    return _named("crowd")
 
 
 @pytest.fixture(scope="module")

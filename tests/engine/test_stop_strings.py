@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams
+from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.engine.results.stopping import StopStrings
 from tests.checkpoints import Pair
 from tests.engine.conftest import lend, smc_llm
@@ -131,12 +131,10 @@ def shares(outputs: list[RequestOutput], weights: list[float]) -> dict[str, tupl
 
 
 @pytest.fixture(scope="module")
-def plainly(pair: Pair) -> dict[str, tuple[float, float]]:
+def plainly(crowd: LLM) -> dict[str, tuple[float, float]]:
     """Shares of the target alone."""
     params = [SamplingParams(seed=number, **FIELDS) for number in range(REQUESTS)]
-    sizes: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 64}
-    with LLM(pair.target, decoding=Autoregressive(), **sizes) as exact:
-        return shares(generate(exact, ["ab"] * REQUESTS, params), [1.0] * REQUESTS)
+    return shares(generate(crowd, ["ab"] * REQUESTS, params), [1.0] * REQUESTS)
 
 
 @pytest.mark.slow

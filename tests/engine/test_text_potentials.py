@@ -16,12 +16,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams, TextPotential, smc
+from smcjax import LLM, RequestOutput, SamplingParams, TextPotential, smc
 from smcjax.engine.engine import Engine
 from smcjax.engine.results.steering import Scorer, Steering
 from smcjax.engine.schedule.scheduler import Schedule
 from tests.checkpoints import Pair
-from tests.engine.conftest import llm_arguments, smc_llm
+from tests.engine.conftest import smc_llm
 from tests.engine.test_stop_strings import fingerprint
 
 VOWELS = set("aeiou")
@@ -373,16 +373,14 @@ _final = Steering.final
 
 
 @pytest.mark.slow
-def test_the_law_of_the_answer(pair: Pair) -> None:
+def test_the_law_of_the_answer(pair: Pair, crowd: LLM) -> None:
     """E[Ẑ·1(answer = x)] is p(x)·Φ(x)·1(x has the request's form), of texts by their vowels.
 
     Functions answer late and out of order, and every other request has a form. Against the target alone, whose answers
     weigh Φ, and nothing without the form. The control does not take back what beginnings were worth.
     """
-    arguments = llm_arguments(pair, max_num_seqs=64) | {"draft_model": None, "decoding": Autoregressive()}
-    with LLM(**arguments) as exact:
-        params = [SamplingParams(seed=10**6 + number, **FIELDS) for number in range(2 * REQUESTS)]
-        alone = generate(exact, ["ab"] * len(params), params)
+    params = [SamplingParams(seed=10**6 + number, **FIELDS) for number in range(2 * REQUESTS)]
+    alone = generate(crowd, ["ab"] * len(params), params)
     texts = [output.outputs[0].text for output in alone]
     values = [math.exp(value) for value in vowels("", texts)]
     formed = [value * bool(re.fullmatch(FORM, text)) for value, text in zip(values, texts, strict=True)]
