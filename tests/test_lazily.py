@@ -115,6 +115,7 @@ def traced_in_programs(name: str) -> bool:
     return any(f"{name}.".startswith(f"smcjax.{one}.") for one in OF_PROGRAMS) and not name.startswith(BESIDE)
 
 
+@pytest.mark.slow
 def test_programs_are_made_of_the_modules_whose_patches_must_be_told(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
     for decoding in (SMC(2, 2, control=0.3), Rejection(gamma=2), Autoregressive()):

@@ -105,6 +105,7 @@ def checked(decoding: Any, draft: Any, page_size: int) -> None:
     assert sum(likeliest(ask, REUSE) != likeliest(ask, (True, True)) for ask in GREEDY) >= 3, "control"
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_schedules_model() -> None:
     checked(Autoregressive(SparseVerification(schedule=2)), None, 4)
 

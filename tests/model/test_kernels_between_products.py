@@ -93,6 +93,7 @@ def test_kernels_of_a_layer_whose_norms_are_folded() -> None:
     assert "product_mosaic" not in text
 
 
+@pytest.mark.slow
 def test_products_of_few_rows_are_kernels() -> None:
     """One a product, that which gates included: nothing is left to XLA, and nothing lies between the last two."""
     text = lowered(8, 1, "mosaic", folded=True)

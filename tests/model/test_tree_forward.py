@@ -141,6 +141,7 @@ def test_every_node_is_its_path(name: str) -> None:
     assert rows.difference(TREE.order("dfs" if PAGES.get(name) else "bfs")) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["means of blocks", "sparse"])
 def test_depth_by_depth_and_what_is_kept(name: str) -> None:
     """As a draft goes: node 0 in pages, a forward a depth; then a path goes to pages, and a token follows it.
@@ -168,12 +169,13 @@ def test_depth_by_depth_and_what_is_kept(name: str) -> None:
 
 @pytest.mark.slow
 def test_orders_are_all_one() -> None:
-    """Also an order that is none of the three."""
+    """Also an order that is none of the three; `dfs` is above."""
     rows = rows_of("sparse", 2)
-    for nodes in {*(TREE.order(name) for name in ORDERS), (0, 2, 5, 1, 4, 3, 8, 6, 7, 9)}:
+    for nodes in (TREE.order("bfs"), (0, 2, 5, 1, 4, 3, 8, 6, 7, 9)):
         assert rows.difference(nodes) < 1e-4
 
 
+@pytest.mark.slow
 def test_control_slot_order_for_ancestry(patch_programs: Any) -> None:
     """A node that takes the nodes right before it for its ancestors is seen."""
 
@@ -182,7 +184,7 @@ def test_control_slot_order_for_ancestry(patch_programs: Any) -> None:
         column = np.arange(len(depths))[:, None] - np.maximum(depths - np.arange(view.tree.depth + 1), 0)
         return np.asarray(view.nodes)[np.maximum(column, 0)]
 
-    rows = rows_of("sparse", 4)
+    rows = rows_of("sparse", 2)
     patch_programs(TreeView, "paths", property(before))
     assert rows.difference(TREE.order("bfs")) > 1e-2
 
@@ -196,7 +198,7 @@ def test_control_compression_update_dropped(patch_programs: Any) -> None:
         incomplete = {name: jnp.zeros_like(array) for name, array in new.items() if "compressed" in name}
         return put(view, scratch, {**new, **incomplete})
 
-    rows = rows_of("sparse", 4)
+    rows = rows_of("sparse", 2)
     patch_programs(TreeView, "put", without_update)
     assert rows.difference(TREE.order("bfs")) > 1e-2
 
@@ -223,7 +225,7 @@ def test_control_window_by_slot() -> None:
 
 def test_a_broken_node_breaks_its_own_paths_alone() -> None:
     """NaN of one token: nodes that do not descend from it are as they would be without."""
-    rows = rows_of("sparse", 4)
+    rows = rows_of("sparse", 2)
     broken = copy.copy(rows)
     broken.params = dataclasses.replace(rows.params, embed=rows.params.embed.at[0].set(jnp.nan))
     broken.nodes = np.maximum(rows.nodes, 1)

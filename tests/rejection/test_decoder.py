@@ -196,6 +196,7 @@ def test_each_node_has_a_uniform_of_its_own(patch_programs: Any) -> None:
     assert np.unique(law[:2]).size == 10
 
 
+@pytest.mark.slow
 def test_each_node_is_drawn_with_a_key_of_its_own(patch_programs: Any) -> None:
     """Columns 0 … M − 2, each once."""
     columns: list[int] = []

@@ -161,6 +161,7 @@ def test_every_answer_has_the_form_and_all_of_them_are_said() -> None:
             assert set(np.flatnonzero(toy.allowed(prefix))) == said, (regex, cap, prefix)
 
 
+@pytest.mark.slow
 def test_the_answers_law_nears_the_conditional() -> None:
     """The selected answer's law tends to p(x | form) like 1/N; one particle has that of the masks, which is another."""
     total = sum(LONG.outcomes(1.0).values())

@@ -76,6 +76,7 @@ def test_page_size_does_not_matter() -> None:
     assert answers(dataclasses.replace(BASE, page_size=7)) == answers(BASE)
 
 
+@pytest.mark.slow
 def test_steps_equal_one_run_and_ended_groups_are_frozen() -> None:
     """`run(n)` is n steps to the bit; groups that ended in between do not change by a bit afterwards."""
     state = start(BASE, PAIR.params, ASKS)

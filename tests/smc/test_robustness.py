@@ -249,6 +249,7 @@ def test_increments_by_hand() -> None:
         assert jnp.isfinite(bonus_increment(power, jnp.asarray([0.0, -jnp.inf])))
 
 
+@pytest.mark.slow
 def test_edges() -> None:
     """Law 7: one particle, a prompt of one token, one token to generate, a prompt that leaves room for one."""
     program = PAIR.program(MAX_MODEL_LEN, n_particles=1, gamma=1, ess_threshold=1.0)

@@ -197,6 +197,7 @@ def wrong(cycles: list[tuple[np.ndarray, ...]]) -> float:
     return off
 
 
+@pytest.mark.slow
 def test_a_copy_has_the_value_of_the_row_that_it_was() -> None:
     """Values follow rows through two cycles' resamplings; those of whichever row is in its place do not."""
     cycles = followed()

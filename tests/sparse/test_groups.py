@@ -169,7 +169,7 @@ def test_golden_logits(name: str, order: str, mode: str, size: int) -> None:
 
     Control: shared by four is no longer strict.
     """
-    page_size = {"bfs": 8, "dfs": 2}[order]
+    page_size = {"bfs": 16, "dfs": 2}[order]
     strayed = []
     for case in prefilled(name, page_size):
         of = f"P{case.length}.strict"
@@ -249,6 +249,7 @@ def verified(
 OTHERS = {"kv": "shared", "phi": "linear", "block": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "page_size", "order", "size"),
     [({}, 2, "dfs", 4), (OTHERS, 8, "bfs", 5)],
@@ -268,6 +269,7 @@ def test_merged_rows_are_each_query_by_itself(changes: Options, page_size: int, 
     np.testing.assert_allclose(shared[..., [0, 2], :], want[..., [0, 2], :], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_routing_by_groups_is_each_querys_own(patch_programs: Any) -> None:
     """Compressed tokens read once a group, as where a kernel keeps the scores that rank blocks.
 
@@ -296,8 +298,8 @@ def test_routing_by_groups_is_each_querys_own(patch_programs: Any) -> None:
     assert not np.abs(strayed[..., 0, :] - want[..., 0, :]).max() < 1e-2  # NaN where that row has nothing
 
 
-@pytest.mark.parametrize("name", [CHAIN, TREE])
-def test_layers_take_tasks_with_blocks(name: str, patch_programs: Any) -> None:
+@pytest.mark.parametrize(("name", "page_size"), [(CHAIN, 16), (TREE, 2)])
+def test_layers_take_tasks_with_blocks(name: str, page_size: int, patch_programs: Any) -> None:
     """A layer that takes blocks reads them by the tasks that were made where they were selected.
 
     Control: where every layer selects, each makes its own.
@@ -309,7 +311,7 @@ def test_layers_take_tasks_with_blocks(name: str, patch_programs: Any) -> None:
         return made[-1]
 
     patch_programs(nsa_groups, "group_tasks", make)
-    case, counts = prefilled(name, 8)[0], []
+    case, counts = prefilled(name, page_size)[0], []
     for schedule in (None, (True, False, True), (True, False, False)):
         made.clear()
         view = dataclasses.replace(case.view, sparse=SparseVerification("merged", 3, schedule=schedule))

@@ -111,9 +111,8 @@ def test_the_kernel_finds_the_same() -> None:
     terms = {"rows": ROWS, "queries": 16, "page_size": 16, "chunk": 64, "tiles": 1}
     by_kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms, interpret=plgpu.InterpretGPUParams()))
     plainly = jax.jit(functools.partial(find_sharing, **terms))
-    for seed in range(2):
-        arguments = random_history(np.random.default_rng(seed), 16)
-        same_tasks(by_kernel(*arguments), plainly(*arguments))
+    arguments = random_history(np.random.default_rng(0), 16)
+    same_tasks(by_kernel(*arguments), plainly(*arguments))
 
 
 def wide_history(seed: int, *, groups: int, rows: int, width: int) -> tuple[jax.Array, ...]:
@@ -131,9 +130,9 @@ def wide_history(seed: int, *, groups: int, rows: int, width: int) -> tuple[jax.
 
 @pytest.mark.slow
 def test_more_numbers_than_threads() -> None:
-    """300 pages of 16 slots: three turns of pieces, where there are no chunks."""
+    """140 pages of 16 slots: two turns of pieces, where there are no chunks."""
     terms = {"rows": 3, "queries": 8, "page_size": 16, "chunk": 64, "tiles": 2}
-    table, lengths, _ = wide_history(0, groups=1, rows=3, width=300)
+    table, lengths, _ = wide_history(0, groups=1, rows=3, width=140)
     by_kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms, interpret=plgpu.InterpretGPUParams()))
     same_tasks(by_kernel(table, lengths, None), find_sharing(table, lengths, None, **terms))
 

@@ -115,6 +115,7 @@ def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int 
     np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())
 
 
+@pytest.mark.slow
 def test_two_warpgroups_in_turn() -> None:
     """Two groups of unequal, finished and dead rows, two heads, shares, a ring that refills.
 

@@ -209,6 +209,7 @@ def test_every_round_equals_the_reference(name: str) -> None:
     assert history(SHAPES[name], 0, rounds, plgpu.InterpretGPUParams()) > 0
 
 
+@pytest.mark.slow
 def test_every_agreement_equals_the_reference() -> None:
     assert agreements(SHAPES["two groups"], 0, 4, plgpu.InterpretGPUParams()) > 0
 

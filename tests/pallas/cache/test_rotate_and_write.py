@@ -166,6 +166,7 @@ def test_a_row_that_writes_nothing_has_the_whole_page_copied() -> None:
     check(inputs, interpret=INTERPRET)
 
 
+@pytest.mark.slow
 def test_copies_beside_many_columns() -> None:
     inputs = copying(columns=MAX_COLUMNS + 1, page_size=64)
     _, keys, values = rotate_and_write_mosaic(**inputs, interpret=INTERPRET)

@@ -60,11 +60,13 @@ def test_equals_whole_logits(rows: int, vocab: int, hidden: int) -> None:
     check(case(rows, vocab, hidden), interpret=INTERPRET)
 
 
+@pytest.mark.slow
 def test_blocks_take_several_tiles(patch_programs: Any) -> None:
     patch_programs(sampled_head_module, "HOPPER", dataclasses.replace(HOPPER, multiprocessors=2))
     check(case(33, 10 * IDS, 64), interpret=INTERPRET)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_no_law_harms_no_other() -> None:
     arguments = case(6, 2 * IDS, 64)
     x = arguments[0].at[2].set(jnp.nan)

@@ -77,6 +77,7 @@ def away(got: jax.Array, rows: jax.Array, vectors: jax.Array) -> float:
     return float((np.abs(np.asarray(got, np.float64) - wide @ right) / (np.abs(wide) @ np.abs(right))).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
 @pytest.mark.parametrize(("width", "stages"), [(32, 0), (96, 2)])
 def test_16_bits_count(width: int, stages: int, interpret: Any) -> None:

@@ -117,6 +117,7 @@ def by_kernel(case: Case, kept: Kept, interpret: Any = None) -> jax.Array:
     return ranked_blocks(kept, positions, case.groups, case.ranking, **sizes, interpret=interpret)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_selects_what_xla_does(name: str) -> None:
     """Controls: products that are a slot late, and of equal ranks the later, select others."""

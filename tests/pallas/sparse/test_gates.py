@@ -59,6 +59,7 @@ def test_kernels_weigh_as_xla_does() -> None:
     assert not is_rounded(got, in_f32(x, gate, bias, parts[::-1]))
 
 
+@pytest.mark.slow
 def test_kernels_make_a_pending_norm() -> None:
     """Rows are of unlike length, and longer than what threads load at once. Controls: no norm, another's."""
     x, gate, bias, parts = drawn(2, 3, 8, 128, 1536)

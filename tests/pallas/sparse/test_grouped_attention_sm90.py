@@ -152,6 +152,7 @@ def test_branches() -> None:
     check(Case(groups, 1, 1, 3, ((16, 8), (64, 64)), tuning, blocks=4, most=2), 2)
 
 
+@pytest.mark.slow
 def test_controls() -> None:
     """The reference tells apart: all queries at every task, and NaN that someone sees."""
 

@@ -36,7 +36,7 @@ def shuffled(queries: int, size: int) -> QueryGroups:
     ("shape", "groups", "parts", "in_page", "pages", "most", "width"),
     [
         ((2, 27, 2, 40), QueryGroups.of_rows(1, 27, "dfs", 9), 1, 2, 20, 1, 12),  # more tasks than count
-        ((1, 80, 1, 300), shuffled(80, 40), 2, 1, 599, 1, 500),  # two words of queries; half of the last block has one
+        ((1, 66, 1, 140), shuffled(66, 33), 2, 1, 279, 1, 250),  # two words of queries; half of the last block has one
         ((1, 50, 1, 9), shuffled(50, 33), 1, 2, 5, 3, 20),  # up to three pages at a place; the last group has 17
     ],
 )
