@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from smcjax.tasks.word_problems import completion, generate, prompt
+from smcjax.tasks.word_problems import completion, generate
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>"]
@@ -40,7 +40,7 @@ def train_tokenizer(vocab_size: int, problems: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (prompt(p) + completion(p) for p in generate(TOKENIZER_SEED, problems, "train"))
+    texts = (p.question + completion(p) for p in generate(TOKENIZER_SEED, problems, "train"))
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     return tokenizer
@@ -70,7 +70,7 @@ def save_tokenizer(
 
 def encode_problems(tokenizer: Tokenizer, seed: int, n: int) -> list[list[int]]:
     """Token ids of training problems: <bos> question, newline and solution, <eos>."""
-    texts = [prompt(p) + completion(p) for p in generate(seed, n, "train")]
+    texts = [p.question + completion(p) for p in generate(seed, n, "train")]
     return [[*encoding.ids, EOS] for encoding in tokenizer.encode_batch_fast(texts)]
 
 

@@ -187,7 +187,7 @@ class Texts(NamedTuple):
 
 def answered(args: argparse.Namespace) -> Texts:
     """Word problems with the target's sampled answers."""
-    prompts = [word_problems.prompt(one) for one in word_problems.generate(args.seed, args.prompts, "train")]
+    prompts = [one.question for one in word_problems.generate(args.seed, args.prompts, "train")]
     with LLM(args.model, decoding=Autoregressive(), max_num_seqs=args.batch) as llm:
         params = [
             SamplingParams(max_tokens=LONGEST_ANSWER[args.task], temperature=1.0, seed=seed)

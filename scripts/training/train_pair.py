@@ -33,7 +33,7 @@ from smcjax.model import ModelConfig, Params, init_params, save_checkpoint
 from smcjax.model.decoder import hidden_states, unembed
 from smcjax.pallas import implementations
 from smcjax.tasks.intervals import wilson_interval
-from smcjax.tasks.word_problems import generate, is_correct, prompt
+from smcjax.tasks.word_problems import generate, is_correct
 
 BUNDLED = Path(__file__).resolve().parents[2] / "smcjax" / "bundled"
 EVAL_SEED = 2_024
@@ -236,7 +236,7 @@ def measure(directory: Path, args: Any) -> dict[str, Any]:
     with LLM(str(directory), decoding=Autoregressive(), max_model_len=MAX_LENGTH, max_num_seqs=rows) as llm:
         for split in ("eval", "train"):
             problems = generate(EVAL_SEED, args.eval_problems, split)
-            outputs = llm.generate([prompt(problem) for problem in problems], each, use_tqdm=False)
+            outputs = llm.generate([problem.question for problem in problems], each, use_tqdm=False)
             texts = [output.outputs[0].text for output in outputs]
             right = np.array([is_correct(problem, text) for problem, text in zip(problems, texts, strict=True)])
             low, high = wilson_interval(int(right.sum()), len(right))

@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import smcjax
+from smcjax.bench.record import ROOT
 from smcjax.bench.roofline import cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoders import Speculation
 from smcjax.markdown import table
 from smcjax.model.config import ModelConfig
 
-ROOT = Path(smcjax.__file__).parents[1]
 BASELINE = ROOT / "scripts" / "benchmarks" / "torch_cycle.py"
 OWN = (sys.executable, "-m", "smcjax")
 
@@ -39,12 +38,7 @@ class Contender:
 
 
 def contenders(
-    own: Sequence[str],
-    baseline: Sequence[str],
-    speculation: Speculation,
-    *,
-    baseline_script: Path = BASELINE,
-    torch_python: str | None = None,
+    own: Sequence[str], baseline: Sequence[str], speculation: Speculation, *, torch_python: str | None = None
 ) -> list[Contender]:
     """Runs all three. `own` are options of `smcjax bench cycle`, `baseline` those of the baseline's script.
 
@@ -56,15 +50,15 @@ def contenders(
     name = "PyTorch, torch.compile and one CUDA graph"
     if torch_python is None and importlib.util.find_spec("torch") is None:
         return [*ran, Contender(name, None, "torch is not installed; name a Python that has it by --torch-python")]
-    if not baseline_script.exists():
-        why = f"{baseline_script} does not exist: the peer is part of the repository only"
+    if not BASELINE.exists():
+        why = f"{BASELINE} does not exist: the peer is part of the repository only"
         return [*ran, Contender(name, None, why)]
     took = next((each.result for each in ran if each.result is not None), None)
     if took is None:
         return [*ran, Contender(name, None, "neither of ours ran")]
     target, draft = SHAPES[took["target"]], SHAPES[took["draft"]]
     shapes = json.dumps({"target": baseline_shape(target), "draft": baseline_shape(draft)})
-    done = _run(name, [torch_python or sys.executable, str(baseline_script), *baseline], shapes)
+    done = _run(name, [torch_python or sys.executable, str(BASELINE), *baseline], shapes)
     if done.result is None:
         return [*ran, done]
     phases = cycle_phases(target, draft, speculation, groups=took["groups"], context=took["context"])

@@ -63,26 +63,17 @@ class Case:
     cycles_per_window: int = 16
 
     def __post_init__(self) -> None:
-        needed = self.context + 1 + (WARMUP + self.cycles_per_window) * self.advance
+        advance = self.decoding.tokens_per_cycle
+        needed = self.context + 1 + (WARMUP + self.cycles_per_window) * advance
         if needed > self.max_model_len:
             raise ValueError(
-                f"context {self.context} and {WARMUP + self.cycles_per_window} cycles of {self.advance} tokens exceed "
+                f"context {self.context} and {WARMUP + self.cycles_per_window} cycles of {advance} tokens exceed "
                 f"max_model_len {self.max_model_len}; raise max_model_len or lower context."
             )
         if not 0 <= self.private < self.context or (self.private and (self.decoding.agrees or not self.synthetic_kv)):
             raise ValueError(
                 f"private must be 0, or less than context {self.context} with SMC and synthetic KV, got {self.private}."
             )
-
-    @property
-    def advance(self) -> int:
-        """Tokens that a request gains a cycle, where drafts can be rejected at most."""
-        return self.decoding.tokens_per_cycle
-
-    @property
-    def rows(self) -> int:
-        """N, rows of a request."""
-        return self.decoding.rows
 
     @property
     def num_pages(self) -> int:
@@ -324,7 +315,7 @@ class Bench:
             device=jax.devices()[0].device_kind,
             decoding=case.decoding.name,
             described=str(case.decoding),
-            n_particles=case.rows,
+            n_particles=case.decoding.rows,
             gamma=case.decoding.speculation.gamma,
             **{name: getattr(case, name) for name in _OF_CASE},
             **{name: getattr(models, name) for name in _OF_MODELS},
@@ -344,7 +335,7 @@ class Bench:
             roofline_ms=roofline,
             ms=ms,
             ms_windows=window_ms,
-            tokens_per_second=case.groups * case.advance / ms * 1e3,
+            tokens_per_second=case.groups * case.decoding.tokens_per_cycle / ms * 1e3,
             weight_roofline_fraction=weight_roofline / ms,
             roofline_fraction=roofline / ms,
             compile_seconds=self.runner.programs.seconds,
@@ -374,7 +365,8 @@ def run_cases(
     enable_compilation_cache()
     with_draft = any(case.decoding.drafts for case in cases)
     for case in cases:
-        require_pair(models, case)
+        if case.decoding.drafts:
+            DraftModel(models.draft_config).check(models.target_config)
         require_room(models, case)
     (implementation,) = {case.implementation for case in cases}
     target = models.target_params(implementation)
@@ -384,8 +376,8 @@ def run_cases(
     compile_together([bench.wanted() for bench in benches])
     compared: dict[tuple[object, ...], list[Bench]] = {}
     for bench in benches:
-        case = bench.case
-        but_context = (case.decoding.name, case.groups, case.rows, case.advance, case.windows)
+        case, decoding = bench.case, bench.case.decoding
+        but_context = (decoding.name, case.groups, decoding.rows, decoding.tokens_per_cycle, case.windows)
         compared.setdefault(but_context, []).append(bench)
     results: dict[Bench, CycleResult] = {}
     for together in compared.values():
@@ -403,12 +395,6 @@ def _in_turns(benches: Sequence[Bench], rates: Rates, on_result: Callable[[str],
         results.append(bench.result(list(windows), rates))
         on_result(f"{described(bench.case)}: {results[-1].ms:.2f} ms ({each:.1f} s)")
     return results
-
-
-def require_pair(models: Models, case: Case) -> None:
-    """Raises ValueError where target and draft cannot be a pair."""
-    if case.decoding.drafts:
-        DraftModel(models.draft_config).check(models.target_config)
 
 
 def random_batch(groups: int, context: int, max_model_len: int, vocab_size: int) -> Batch:

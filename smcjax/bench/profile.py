@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import itertools
 import math
 import statistics
@@ -85,8 +84,8 @@ def strategies(decodings: Sequence[Decoding]) -> tuple[Decoding, ...]:
     return tuple(dict.fromkeys([*alone, *decodings]))
 
 
-class _OutOfBudget(Exception):
-    """The time for this profile is used up."""
+class _LeftOut(Exception):
+    """The time for this profile is used up, or a load needs more memory than there is."""
 
 
 class Profiler:
@@ -107,22 +106,16 @@ class Profiler:
         # It holds the weights, and answers nothing.
         self._base = LLM(**{**models, "num_pages": 2}, decoding=_plain(first), max_num_seqs=1, compile_at_start=False)
         try:
-            # Said in the profile, as an engine by a profile reads as it says.
-            usual = functools.partial(
-                default_sparse_mode,
-                models=self._base.models,
-                page_size=models.get("page_size"),
-                implementation=self._base._implementation,
-            )
-            self.plan = dataclasses.replace(plan, strategies=tuple(map(usual, plan.strategies)))
-            self._max_model_len = self._longest(models.get("max_model_len"))
+            loaded, implementation = self._base.models, self._base._implementation
             own: dict[str, Any] = {name: models.get(name) for name in ("page_size", "num_pages")}
+            # Said in the profile, as an engine by a profile reads as it says.
+            read = (default_sparse_mode(one, loaded, own["page_size"], implementation) for one in plan.strategies)
+            self.plan = dataclasses.replace(plan, strategies=tuple(read))
+            self._max_model_len = self._longest(models.get("max_model_len"))
             if own["page_size"] is None:  # one for all, as readings that take turns have
-                own["page_size"] = default_page_size(
-                    self.plan.strategies, self._base.models, self._base._implementation
-                )
+                own["page_size"] = default_page_size(self.plan.strategies, loaded, implementation)
             for one in self.plan.strategies:  # before minutes go into those that come first
-                models_for(one, self._base.models, own["page_size"])
+                models_for(one, loaded, own["page_size"])
         except BaseException:
             self._base.close()
             raise
@@ -153,20 +146,14 @@ class Profiler:
             name = f"[{number}/{len(self.plan.strategies)}] {decoding}"
             try:
                 found.append(self._strategy(name, decoding, prompts))
-            except _OutOfBudget as ended:
-                left_out.append({"strategy": str(decoding), "why": str(ended)})
-            except _DoesNotFit as error:
+            except _LeftOut as error:
                 left_out.append({"strategy": str(decoding), "why": str(error)})
-            if left_out and left_out[-1]["strategy"] == str(decoding):
-                self._heard(f"{name}: left out, {left_out[-1]['why']}")
+                self._heard(f"{name}: left out, {error}")
         if not found:
             raise ValueError(f"no strategy could be measured ({left_out[0]['why']}); raise budget, or measure less.")
         models = self._base.models
-        whose = fingerprints(models)
         return Profile(
-            device=whose.device,
-            model=whose.model,
-            draft=whose.draft,
+            **vars(fingerprints(models)),
             strategies=tuple(found),
             jax=jax.__version__,
             smcjax=smcjax.__version__,
@@ -193,7 +180,7 @@ class Profiler:
 
     def _require_budget(self) -> None:
         if self.plan.budget is not None and self._seconds > self.plan.budget:
-            raise _OutOfBudget(f"the budget of {self.plan.budget:g} s was used up")
+            raise _LeftOut(f"the budget of {self.plan.budget:g} s was used up")
 
     def _strategy(self, name: str, decoding: Decoding, prompts: Sequence[Prompt]) -> Measured:
         """Everything about one strategy, on an `LLM` of its own that shares the models."""
@@ -234,10 +221,10 @@ class Profiler:
                 for number, ids in enumerate(_of_length(context, load, token_ids))
             ]
         except ValueError as error:  # even one alone
-            raise _DoesNotFit(f"one request of {context:,} tokens cannot run: {str(error).rstrip('.')}") from None
+            raise _LeftOut(f"one request of {context:,} tokens cannot run: {str(error).rstrip('.')}") from None
         pages = sum(request.worst_case_pages for request in asked)
         if pages > llm.num_pages - 1:
-            raise _DoesNotFit(f"{load} running may need {pages} KV pages and there are {llm.num_pages - 1}")
+            raise _LeftOut(f"{load} running may need {pages} KV pages and there are {llm.num_pages - 1}")
         try:
             for request in asked:
                 engine.add_request(request)
@@ -269,10 +256,6 @@ class Profiler:
         if not cycles or any(one.accepted is None for one in outputs):  # SMC under a control does not count drafts
             return Counted(context, _per_cycle(sum(o.generated_tokens - 1 for o in outputs) + 1, cycles), each)
         return Counted(context, 1 + sum(one.accepted or 0 for one in outputs) / cycles, each)
-
-
-class _DoesNotFit(Exception):
-    """A load needs more memory than there is."""
 
 
 def _plain(decoding: Decoding) -> Decoding:

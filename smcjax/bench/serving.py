@@ -87,12 +87,7 @@ def build_engine(models: Models, load: Load, tokenizer: Tokenizer | None = None)
     params = PairParams(models.target_params(load.implementation), draft_params)
     programs = Programs(models.workspace_bytes(load.implementation))
     runner = Runner(decoder, params, pages, programs, models.sharded)
-    return Engine(
-        runner,
-        max_num_seqs=load.max_num_seqs,
-        tokenizer=tokenizer,
-        overlap=load.overlap,
-    )
+    return Engine(runner, max_num_seqs=load.max_num_seqs, tokenizer=tokenizer, overlap=load.overlap)
 
 
 def make_requests(models: Models, load: Load) -> list[tuple[float, Request]]:

@@ -121,6 +121,7 @@ def shape_models(args: argparse.Namespace) -> Models:
     import jax
 
     from smcjax.bench.models import Models
+    from smcjax.engine.arguments import check_devices
     from smcjax.engine.run.memory import require_devices
     from smcjax.pallas.dispatch import check_runs_here
 
@@ -128,11 +129,7 @@ def shape_models(args: argparse.Namespace) -> Models:
     check_runs_here("--implementation", args.implementation)
     target, draft = ON_GPU if jax.default_backend() == "gpu" else ON_CPU
     named = (args.target_shape or target, args.draft_shape or draft)
-    if args.draft_tensor_parallel_size not in (None, 1, args.tensor_parallel_size):
-        raise ValueError(
-            f"--draft-tensor-parallel-size must be 1 or --tensor-parallel-size {args.tensor_parallel_size}, got "
-            f"{args.draft_tensor_parallel_size}."
-        )
+    check_devices(args.tensor_parallel_size, args.draft_tensor_parallel_size)
     models = Models(
         *named,
         args.quantization,

@@ -314,7 +314,7 @@ class SMC(Decoding):
                 "Autoregressive(), which honour it, or leave it out.",
                 "top_k or top_p cuts the distribution, which an exact decoder honours",
             )
-        if params.adjusts:
+        if params.adjustments:
             name = params.adjustments[0]
             raise NeedsExact(
                 f"{name} is {short(getattr(params, name))}, and SMC's weights are not shown to be right for the laws "

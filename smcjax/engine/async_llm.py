@@ -317,7 +317,8 @@ class ChunkStream(RequestHandle, AsyncIterator[StreamChunk]):
     """The stream of one request; `AsyncLLM.generate` makes it."""
 
     def __init__(self, served: AsyncLLM, request: Request, name: str | None) -> None:
-        self._served, self._request, self._name = served, request, name
+        self.request = request  # whose call `start` may change
+        self._served, self._name = served, name
         if name is not None:
             if not isinstance(name, str) or not name:
                 raise ValueError(f"request_id must be some text, or None, got {short(name)}.")
@@ -328,24 +329,9 @@ class ChunkStream(RequestHandle, AsyncIterator[StreamChunk]):
         self._ready: deque[StreamChunk] = deque()
 
     @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt as the model reads it."""
-        return self._request.token_ids
-
-    @property
-    def prompt(self) -> str | None:
-        """The prompt's text; None where it came as token ids."""
-        return self._request.prompt
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end the answer, which are no content of it."""
-        return self._request.stop_ids
-
-    @property
     def lacks_programs(self) -> bool:
         """True while the request waits until programs that it needs are compiled, beside the others that run."""
-        return self.held and not self._served.closed and self._llm.engine.lacks_programs(self._request.request_id)
+        return self.held and not self._served.closed and self._llm.engine.lacks_programs(self.request.request_id)
 
     def start(self, beside: ChunkStream | None = None) -> None:
         """Lets the request come to the engine now, for readers in the running event loop; again, it does nothing.
@@ -356,8 +342,8 @@ class ChunkStream(RequestHandle, AsyncIterator[StreamChunk]):
         """
         if self._inbox is None and self.held:
             if beside is not None:
-                self._request = dataclasses.replace(self._request, call=beside._request.call)
-            inbox = _Inbox(self._request)
+                self.request = dataclasses.replace(self.request, call=beside.request.call)
+            inbox = _Inbox(self.request)
             self._served._submit(inbox)
             self._inbox = inbox
 
@@ -389,7 +375,7 @@ class ChunkStream(RequestHandle, AsyncIterator[StreamChunk]):
     def cancel(self) -> None:
         """Notes that the reader has left."""
         if self.held:
-            self._served._unwanted.discard(self._request.request_id)
+            self._served._unwanted.discard(self.request.request_id)
             if self._name is not None:
                 self._served._named.pop(self._name, None)
             if self._inbox is not None:

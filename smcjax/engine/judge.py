@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from smcjax.checks import short
+from smcjax.checks import is_whole, short
 from smcjax.device import on_cpu
 from smcjax.engine.llm import LLM
 from smcjax.engine.run.settings import own_settings
@@ -159,8 +159,7 @@ class Judge:
             raise ValueError(
                 f"label is {self.label!r} and {self.model} has one label, whose score is the value; leave it out."
             )
-        whole = isinstance(self.label, int) and not isinstance(self.label, bool)
-        if labels > 1 and not (whole and 0 <= self.label < labels):  # type: ignore[operator]
+        if labels > 1 and not is_whole(self.label, 0, labels - 1):
             raise ValueError(f"label must be a whole number from 0 to {labels - 1}, got {self.label!r}.")
 
     def _forget(self) -> None:

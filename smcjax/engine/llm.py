@@ -33,12 +33,7 @@ from smcjax.engine.load.loading import (
 )
 from smcjax.engine.prepare_request import RequestPreparer
 from smcjax.engine.request_handle import Chunks, RequestHandle
-from smcjax.engine.requests.requests import (
-    Prompt,
-    Request,
-    as_list,
-    params_for_each,
-)
+from smcjax.engine.requests.requests import Prompt, Request, as_list, params_for_each
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.engine.run.fair_lock import FairRLock, require_own_process

@@ -91,17 +91,17 @@ class RequestPreparer:
         """
         if params.expression is None:
             return True
-        params, named = split_stops(params, self._tokenizer, self._vocab_size)
+        params, stop_ids = self._with_stop_ids(params)
         assert params.expression is not None
-        return self.automata.keeps(params.expression, self._stop_ids(params, named))
+        return self.automata.keeps(params.expression, stop_ids)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compiles the response format of `params`, if any, to an automaton; that may take seconds.
 
         Raises ValueError for a format without an automaton. Any thread may call this ahead of the request.
         """
-        params, named = split_stops(params, self._tokenizer, self._vocab_size)
-        automaton_of(params, self.automata, self._stop_ids(params, named))
+        params, stop_ids = self._with_stop_ids(params)
+        automaton_of(params, self.automata, stop_ids)
 
     def _prepare(self, params: SamplingParams) -> None:
         """Compiles the response format of `params`. `_prepare_request` reports an invalid format, with its index."""
@@ -112,8 +112,10 @@ class RequestPreparer:
         except ValueError:
             pass
 
-    def _stop_ids(self, params: SamplingParams, named: tuple[int, ...]) -> tuple[int, ...]:
-        return named if params.ignore_eos else (*self._eos_token_ids, *named)
+    def _with_stop_ids(self, params: SamplingParams) -> tuple[SamplingParams, tuple[int, ...]]:
+        """The parameters with those stop strings that are text, and the ids of all tokens that end an answer."""
+        params, named = split_stops(params, self._tokenizer, self._vocab_size)
+        return params, named if params.ignore_eos else (*self._eos_token_ids, *named)
 
     def _numbered(self, requests: Sequence[Request], seeds: Sequence[int | None]) -> list[Request]:
         """Numbers the checked requests of one call. A request without a seed gets one from its number."""
@@ -130,7 +132,7 @@ class RequestPreparer:
         """A checked request without a number. It takes no lock, so long texts are tokenized in parallel."""
         vocab_size, most = self._vocab_size, self._num_pages - 1
         text, token_ids = tokenize(prompt, self._tokenizer, vocab_size, self._decoder.max_model_len)
-        params, named = split_stops(params, self._tokenizer, vocab_size)
+        params, stop_ids = self._with_stop_ids(params)
         check_token_ids(params, vocab_size)
         self._decoder.check(params)
         if params.text_potentials and self._tokenizer is None:
@@ -138,7 +140,6 @@ class RequestPreparer:
                 "a TextPotential needs the text of answers, and the model directory has no tokenizer; use a potential "
                 "of tokens (smcjax.smc.Potential)."
             )
-        stop_ids = self._stop_ids(params, named)
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")
         limit = limit_of(token_ids, params, self._decoder.max_model_len)

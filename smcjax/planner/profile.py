@@ -71,17 +71,11 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A strategy: a decoder with all its options, and what was measured of it.
-
-    Attributes:
-        decoding: the decoder.
-        counted: tokens a cycle, by ascending context; one entry at least.
-        cells: times.
-    """
+    """A strategy: a decoder with all its options, and what was measured of it."""
 
     decoding: Decoding
-    counted: tuple[Counted, ...]
-    cells: tuple[Cell, ...] = ()
+    counted: tuple[Counted, ...]  # tokens a cycle, by ascending context; one entry at least
+    cells: tuple[Cell, ...] = ()  # times
 
     def __post_init__(self) -> None:
         contexts = [one.context for one in self.counted]

@@ -115,14 +115,12 @@ class Hosts:
         if scope["type"] == "http":
             for header, value in scope["headers"]:
                 if header == b"host" and not self._is_own(value.decode("latin-1")):
-                    refused = APIError(
+                    raise APIError(
                         403,
                         f"this server is not known as {short(value.decode('latin-1'))}; ask it as 127.0.0.1 or "
                         "localhost, or start it with that --allowed-host.",
                         code="host_not_allowed",
                     )
-                    await refused.response()(scope, receive, send)
-                    return
         await self._app(scope, receive, send)
 
     def _is_own(self, host: str) -> bool:

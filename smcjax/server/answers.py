@@ -41,7 +41,6 @@ class Answers:
         self._created = int(time.time())
         self._ask, self._shapes, self._model = ask, shapes, model
         self._routed, self._streams, self._has_form = routed, streams, has_form
-        self._metrics = served.metrics
         self._served = served
         self._tokenizer = model.llm.llm.tokenizer
         self._began = time.perf_counter()
@@ -49,19 +48,19 @@ class Answers:
         self._outputs: list[RequestOutput | None] = [None] * len(streams)
         traced = ask.smc is not None and (ask.smc.trace or ask.smc.events)
         self._record: Record | None = served.records.open(self.id) if traced else None
-        texts, ends = served.token_texts(model), frozenset(streams[0].stop_ids)
+        texts, ends = served.token_texts(model), frozenset(streams[0].request.stop_ids)
         self._emitted_of = [
             Emitted(
                 index,
                 texts,
-                stream.prompt_token_ids,
+                stream.request.token_ids,
                 ends=ends,
                 echo=echo,
                 prompt_logprobs=ask.prompt_logprobs is not None,
             )
             for index, (stream, echo) in enumerate(zip(streams, echoes, strict=True))
         ]
-        self._cycles = [Cycles(self._tokenizer, stream.prompt_token_ids) for stream in streams]
+        self._cycles = [Cycles(self._tokenizer, stream.request.token_ids) for stream in streams]
 
     def __len__(self) -> int:
         """The number of choices."""
@@ -138,7 +137,7 @@ class Answers:
     def _noted(self, choice: int, chunk: StreamChunk) -> dict[str, Any] | None:
         """Takes a chunk into account; returns its cycle's event."""
         if chunk.token_ids and not self._generated[choice]:
-            self._metrics.first_token(self._model, time.perf_counter() - self._began)
+            self._served.metrics.first_token(self._model, time.perf_counter() - self._began)
         self._generated[choice] += len(chunk.token_ids)
         event = None
         if chunk.cycle is not None and self._record is not None:
@@ -146,7 +145,7 @@ class Answers:
             self._record.add(event)
         if chunk.output is not None:
             output = self._outputs[choice] = chunk.output
-            self._metrics.ended(self._model, output, time.perf_counter() - self._began)
+            self._served.metrics.ended(self._model, output, time.perf_counter() - self._began)
             _require_answer(output)
             if self._record is not None:
                 self._record.add({"choice": choice, "end": end_of(output)})
@@ -155,7 +154,7 @@ class Answers:
     def _usage(self) -> dict[str, Any]:
         """Tokens of prompts, each counted once however many answers it has, and of the answers so far."""
         firsts = range(0, len(self), self._ask.choices)
-        prompts = sum(len(self._streams[choice].prompt_token_ids) for choice in firsts)
+        prompts = sum(len(self._streams[choice].request.token_ids) for choice in firsts)
         ended = [self._outputs[choice] for choice in firsts]
         cached = sum(output.metrics.num_cached_tokens for output in ended if output is not None)
         completion = sum(self._generated)

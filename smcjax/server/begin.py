@@ -84,7 +84,7 @@ def _answers_to(model: VirtualModel, prompt: Prompt, params: SamplingParams, ask
 
 def _text_of(stream: ChunkStream, model: VirtualModel) -> str:
     """The prompt's own text, or the tokenizer's of its tokens."""
-    tokenizer = model.llm.llm.tokenizer
-    if stream.prompt is not None or tokenizer is None:
-        return stream.prompt or ""
-    return tokenizer.decode(stream.prompt_token_ids)
+    tokenizer, request = model.llm.llm.tokenizer, stream.request
+    if request.prompt is not None or tokenizer is None:
+        return request.prompt or ""
+    return tokenizer.decode(request.token_ids)

@@ -175,9 +175,14 @@ class Joined:
         self._anchors: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})  # skips at the beginning, the end
         self._arrows: list[list[tuple[int, int, int]]] = []  # of each state: the first and last byte, the next state
 
-    def state(self) -> int:
-        """A new state."""
-        return self._states(1)
+    def state(self, count: int = 1) -> int:
+        """A new state, or the first of so many."""
+        first = len(self._skips)
+        if first + count > self._most:
+            raise TooLarge(f"has parts of over {self._most} states")
+        self._skips += [[] for _ in range(count)]
+        self._arrows += [[] for _ in range(count)]
+        return first
 
     def skip(self, begin: int, end: int) -> None:
         """Lets a text be at `end` where it is at `begin`."""
@@ -201,7 +206,7 @@ class Joined:
         """Lets the texts of a deterministic automaton lead from `begin` to `end`."""
         table, accepts = part
         size = table.shape[0] - 1
-        first = self._states(size)
+        first = self.state(size)
         self.skip(begin, first)
         states, before = np.nonzero(table[:size, 1:] != table[:size, :-1])
         starts = np.concatenate([np.stack([np.arange(size), np.zeros(size, int)]), np.stack([states, before + 1])], 1)
@@ -293,12 +298,3 @@ class Joined:
             after = end if place == len(some) - 1 else self.state()
             self._arrows[begin].append((low, high, after))
             begin = after
-
-    def _states(self, count: int) -> int:
-        """The first of new states."""
-        first = len(self._skips)
-        if first + count > self._most:
-            raise TooLarge(f"has parts of over {self._most} states")
-        self._skips += [[] for _ in range(count)]
-        self._arrows += [[] for _ in range(count)]
-        return first

@@ -33,9 +33,7 @@ def questions(task: str, seed: int, n: int, *, context: int = 2048) -> list[Ques
         documents = recall.generate(seed, n, "eval", context)
         return [Question(one.prompt, functools.partial(recall.right_lines, one)) for one in documents]
     problems = word_problems.generate(seed, n, "eval")
-    return [
-        Question(word_problems.prompt(one), functools.partial(_answered, one), f"{one.steps} steps") for one in problems
-    ]
+    return [Question(one.question, functools.partial(_answered, one), f"{one.steps} steps") for one in problems]
 
 
 def training_prompts(task: str, seed: int, n: int, *, context: int = 2048) -> list[str]:
@@ -44,7 +42,7 @@ def training_prompts(task: str, seed: int, n: int, *, context: int = 2048) -> li
         from smcjax.tasks import recall
 
         return [one.prompt for one in recall.generate(seed, n, "train", context)]
-    return [word_problems.prompt(one) for one in word_problems.generate(seed, n, "train")]
+    return [one.question for one in word_problems.generate(seed, n, "train")]
 
 
 def _answered(problem: word_problems.Problem, text: str) -> list[bool]:

@@ -39,7 +39,8 @@ _CALCULATE: dict[str, Callable[[int, int], int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """`question` is one line; `solution` one line a step and last `#### answer`, without a final newline."""
+    """`question`, which is the prompt as it is, is one line; `solution` one a step and last `#### answer`, without a
+    final newline."""
 
     question: str
     solution: str
@@ -64,13 +65,8 @@ def draw(rng: random.Random, split: Split) -> tuple[Problem, list[str]]:
             return story.problem(), story.templates
 
 
-def prompt(problem: Problem) -> str:
-    """The prompt that a model is given: the bare question, as anyone would type it."""
-    return problem.question
-
-
 def completion(problem: Problem) -> str:
-    """The text that a model is trained to continue `prompt` with, its first newline included."""
+    """The text that a model is trained to continue the question with, its first newline included."""
     return "\n" + problem.solution
 
 

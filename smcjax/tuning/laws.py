@@ -112,5 +112,5 @@ def token_figures(
         made = np.stack(_figures_of(laws, target_params, draft_params, batch, states.of(batch)))
         for number, (row, counted) in enumerate(zip(batch.rows, batch.counted, strict=True)):
             length = int(counted.sum())
-            found[:, row, :length] = made[:, number, :length] if length else found[:, row, :length]
+            found[:, row, :length] = made[:, number, :length]
     return TokenFigures(*found)

@@ -12,12 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-from smcjax.files import MIB, Unreadable, read_bytes, write_atomically
-
-MAX_BYTES = 1024 * 1024 * MIB
+from smcjax.files import write_atomically
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -31,11 +29,10 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | No
     if not path.exists():
         return None
     try:
-        content = read_bytes(path, MAX_BYTES)
-        size = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + size])
-        return load(content), json.loads(header["__metadata__"]["facts"])
-    except (Unreadable, SafetensorError, ValueError, KeyError, TypeError) as error:
+        with safe_open(path, "numpy") as file:
+            names = file.keys()
+            return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["facts"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be gone on from ({error}); remove it to begin anew.") from None
 
 

@@ -13,7 +13,7 @@ from smcjax.engine.results.outputs import RequestMetrics, SMCOutput
 from smcjax.tasks import recall
 from smcjax.tasks.intervals import wilson_interval
 from smcjax.tasks.questions import questions
-from smcjax.tasks.word_problems import generate, prompt
+from smcjax.tasks.word_problems import generate
 
 
 class Oracle:
@@ -30,7 +30,7 @@ class Oracle:
         return {"compile_seconds": self.compiled, "steps": 5 + answered, "preemptions": 2 + answered / 50}
 
     def generate(self, prompts: list[str], params: list[SamplingParams], *, use_tqdm: bool) -> list[RequestOutput]:
-        assert prompts == [prompt(problem) for problem in self.problems]
+        assert prompts == [problem.question for problem in self.problems]
         self.params, self.compiled = params, -100.0  # as if 100 seconds more had been spent on answers
         outputs = []
         for index, problem in enumerate(self.problems):

@@ -168,7 +168,7 @@ def test_strategies_read_as_an_engine_would(sparse_pair: Pair, monkeypatch: pyte
     """Where nobody says how: the profile says it of each, as engines by load read as it says."""
     merged = SparseVerification("merged", 2)
     monkeypatch.setattr(
-        profile, "default_sparse_mode", lambda decoding, **_: dataclasses.replace(decoding, sparse=merged)
+        profile, "default_sparse_mode", lambda decoding, *_: dataclasses.replace(decoding, sparse=merged)
     )
     read = []
 

@@ -36,7 +36,10 @@ def result(**changes: Any) -> CycleResult:
 def test_the_standard_cases() -> None:
     cases = standard_cases()
     assert all(case.synthetic_kv for case in cases)
-    shapes = [(case.rows, case.advance - 1, case.groups, case.context, case.private) for case in cases]
+    shapes = [
+        (case.decoding.rows, case.decoding.tokens_per_cycle - 1, case.groups, case.context, case.private)
+        for case in cases
+    ]
     assert shapes == [
         (8, 8, 1, 256, 0),
         (8, 8, 1, 4096, 0),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from smcjax.cli.answers import Doubt, yield_of_cycles
-from smcjax.tasks.word_problems import generate, prompt
+from smcjax.tasks.word_problems import generate
 from tests.cli.conftest import Command
 
 DOUBT = "does not look like a word problem"
@@ -20,7 +20,7 @@ DOUBT = "does not look like a word problem"
 @pytest.mark.slow
 def test_a_prompt_of_another_kind_is_doubted(smcjax: Command, tmp_path: Path) -> None:
     """By the bundled pair and the default decoder; the word problem before it is not."""
-    problem, asked = prompt(generate(seed=5, n=1, split="eval")[0]), tmp_path / "i.jsonl"
+    problem, asked = generate(seed=5, n=1, split="eval")[0].question, tmp_path / "i.jsonl"
     asked.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in (problem, "What is the capital of France?")))
     done = smcjax(
         "generate", "--input-file", str(asked), "--max-tokens", "40", "--max-model-len", "256", "--max-num-seqs", "1"

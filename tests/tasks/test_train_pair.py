@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smcjax.model import Params, load_checkpoint, logits
-from smcjax.tasks.word_problems import completion, generate, prompt
+from smcjax.tasks.word_problems import completion, generate
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
@@ -41,9 +41,9 @@ def test_a_question_has_the_same_tokens_with_and_without_its_solution(tokenizer:
     newline = tokenizer.encode("\n", add_special_tokens=False).ids
     assert len(newline) == 1
     for problem in generate(3, 200, "eval"):
-        question = tokenizer.encode(prompt(problem)).ids
-        with_newline = tokenizer.encode(prompt(problem) + "\n").ids
-        whole = tokenizer.encode(prompt(problem) + completion(problem)).ids
+        question = tokenizer.encode(problem.question).ids
+        with_newline = tokenizer.encode(problem.question + "\n").ids
+        whole = tokenizer.encode(problem.question + completion(problem)).ids
         assert with_newline == question + newline
         assert whole[: len(with_newline)] == with_newline
         assert question.count(data.BOS) == whole.count(data.BOS) == 1
@@ -64,10 +64,10 @@ def test_saved_tokenizer_loads_in_transformers(tokenizer: Tokenizer, tmp_path: P
     data.save_tokenizer(tokenizer, tmp_path, 512)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     problem = generate(3, 1, "eval")[0]
-    assert loaded(prompt(problem))["input_ids"] == tokenizer.encode(prompt(problem)).ids
+    assert loaded(problem.question)["input_ids"] == tokenizer.encode(problem.question).ids
     assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (data.PAD, data.BOS, data.EOS)
-    chat = loaded.apply_chat_template([{"role": "user", "content": prompt(problem)}], tokenize=False)
-    assert chat == "<bos>" + prompt(problem) + "\n"
+    chat = loaded.apply_chat_template([{"role": "user", "content": problem.question}], tokenize=False)
+    assert chat == "<bos>" + problem.question + "\n"
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_rows_hold_whole_training_problems_and_do_not_depend_on_the_workers(toke
         assert bucket.shape[1] == width
     texts = [tokenizer.decode(row.tolist()) for bucket in rows for row in bucket]
     expected = [p for chunk in range(3) for p in generate(data.DATA_SEED + chunk, 20, "train")]
-    assert set(texts) <= {prompt(problem) + completion(problem) for problem in expected}
+    assert set(texts) <= {problem.question + completion(problem) for problem in expected}
     assert len(texts) >= 58  # but for the few that are longer than any width
 
 

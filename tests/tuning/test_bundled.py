@@ -7,7 +7,7 @@ import pytest
 
 from smcjax.model import load_checkpoint
 from smcjax.model.files.checkpoint import resolve_model_path
-from smcjax.tasks.word_problems import generate, prompt
+from smcjax.tasks.word_problems import generate
 from smcjax.tokenizer.tokenizer import Tokenizer
 from smcjax.tuning.answers import Answers, Batches
 from smcjax.tuning.laws import Laws, TargetStates
@@ -17,7 +17,7 @@ from smcjax.tuning.measure import measure
 def solutions(seed: int, n: int) -> Answers:
     """Right answers, as the target gives to 97 of 100 problems."""
     tokenizer = Tokenizer.load(resolve_model_path("words"))
-    texts = [(prompt(one), f"\n{one.solution}\n") for one in generate(seed, n, "eval")]
+    texts = [(one.question, f"\n{one.solution}\n") for one in generate(seed, n, "eval")]
     ids = [(tokenizer.encode(asked), [*tokenizer.encode(asked + answer)]) for asked, answer in texts]
     tokens = np.zeros((n, max(len(whole) for _, whole in ids)), np.int32)
     for row, (_, whole) in zip(tokens, ids, strict=True):

@@ -203,12 +203,7 @@ def run_acceptance(args: argparse.Namespace) -> int:
 
     from smcjax.bench.acceptance import ASSUMPTION, acceptance_cases, markdown, rows_of
 
-    cases = acceptance_cases(
-        args.decoding,
-        requests=args.requests,
-        context=args.context,
-        **_how(args),
-    )
+    cases = acceptance_cases(args.decoding, requests=args.requests, context=args.context, **_how(args))
     models, results = _timed(args, cases)
     rows = rows_of(results, args.acceptance)
     requests = "1 request" if args.requests == 1 else f"{args.requests} requests"

@@ -26,14 +26,7 @@ from smcjax.cli.bench_options import (
     shape_models,
     write_figures,
 )
-from smcjax.cli.options import (
-    add_debug_option,
-    add_task_options,
-    check_task,
-    one_decoder,
-    remark,
-    shows_progress,
-)
+from smcjax.cli.options import add_debug_option, add_task_options, check_task, one_decoder, remark, shows_progress
 from smcjax.cli.parser import above, whole
 from smcjax.decoders import SMC, Rejection
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
@@ -50,7 +43,6 @@ USUAL = (
 
 
 def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
-    """Declares these benchmarks."""
     throughput = benchmarks.add_parser("throughput", help="requests that come all at once", description=__doc__)
     _add_serving_options(throughput)
     throughput.set_defaults(run=run_serving, rates=[math.inf], plot=None)

@@ -19,7 +19,6 @@ KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 
 
 def add_parser(benchmarks: argparse._SubParsersAction) -> None:
-    """Declares the benchmark."""
     parser = benchmarks.add_parser("serve", help="a server over HTTP: latencies and tokens/s", description=__doc__)
     parser.add_argument(
         "--base-url", type=text, default="http://127.0.0.1:8000", metavar="URL", help="(http://127.0.0.1:8000)"

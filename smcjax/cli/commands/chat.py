@@ -43,7 +43,6 @@ Ctrl-C  end the answer that is being written; twice, the program"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("chat", help="converse in the terminal", description=__doc__)
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of all randomness (0)")
     add_quiet_option(parser)

@@ -33,7 +33,6 @@ class Finding:
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("doctor", help="what this machine can do", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON line last")
     group = parser.add_argument_group("memory of a pair, by its config.json alone")

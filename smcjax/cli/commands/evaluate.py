@@ -29,7 +29,6 @@ from smcjax.tasks.questions import JUDGED, LONGEST_ANSWER, questions
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("eval", help="accuracy on word problems or long documents", description=__doc__)
     add_task_options(parser)
     parser.add_argument("-n", "--num-problems", type=whole(1, 1_000_000), default=200, help="problems (200)")

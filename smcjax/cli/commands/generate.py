@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("generate", help="answer a prompt, or a file of them", description=__doc__)
     parser.add_argument(
         "prompt", type=text, nargs="?", help="the text to continue; - or nothing, in a pipe, reads standard input"

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("profile", help="measure a pair here, to choose a decoder by", description=__doc__)
     parser.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="(profile.json)")
     what = parser.add_argument_group("what is measured")

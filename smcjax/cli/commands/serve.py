@@ -32,7 +32,6 @@ KEY_BYTES = MIB  # of a file of keys
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("serve", help="serve models by OpenAI's HTTP interface", description=__doc__)
     parser.add_argument("served", type=text, nargs="?", metavar="MODEL", help="the target, as by --model")
     add_model_options(parser)

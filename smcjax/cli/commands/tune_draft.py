@@ -28,7 +28,6 @@ HELD_OUT = 256  # prompts, at most
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("tune-draft", help="train a draft for SMC", description=__doc__)
     models = parser.add_argument_group("models")
     models.add_argument("--model", metavar="MODEL", help="target (default: the bundled pair)")

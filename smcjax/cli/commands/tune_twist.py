@@ -26,7 +26,6 @@ from smcjax.cli.potentials import imported_potential, is_place
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("tune-twist", help="train a guide to a potential", description=__doc__)
     models = parser.add_argument_group("models")
     models.add_argument("--model", metavar="MODEL", help="target (default: the bundled pair)")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command."""
     parser = subparsers.add_parser("viz", help="draw a trace", description=__doc__)
     parser.add_argument("trace", type=Path, help="a file that `smcjax generate --trace` wrote")
     parser.add_argument("-o", "--output", type=Path, help="an .svg or .png file (default: beside the trace, .svg)")

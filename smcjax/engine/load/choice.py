@@ -100,8 +100,7 @@ class Planned:
 
     def check(self, models: Models) -> None:
         """Raises ValueError unless the profile was measured with these models, on this device."""
-        found = fingerprints(models)
-        self._profile.check(device=found.device, model=found.model, draft=found.draft)
+        self._profile.check(**vars(fingerprints(models)))
         if self._profile.jax != jax.__version__:
             logger.warning(
                 "The profile was measured with JAX %s and this is %s: times may have changed.",

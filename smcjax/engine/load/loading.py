@@ -23,12 +23,7 @@ from smcjax.engine.run.sharded_programs import DisaggregatedPrograms, ShardedPro
 from smcjax.model.config import ModelConfig
 from smcjax.model.dropping import drop_layers, dropped_config
 from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
-from smcjax.model.files.checkpoint import (
-    load_checkpoint,
-    load_config,
-    resolve_model_path,
-    weights_dtype,
-)
+from smcjax.model.files.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype
 from smcjax.model.files.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.files.hub import bundled_model
 from smcjax.model.folding import fold_for_kernels, widen_params
@@ -146,29 +141,6 @@ class Models:
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
         return tuple(token for token in dict.fromkeys(ids) if token < self.target.vocab_size)
-
-
-def _require_room(
-    models: dict[str, tuple[ModelConfig, str | None]], dtype: str, head: EagleConfig | None = None, devices: int = 1
-) -> None:
-    """Raises ValueError where the weights exceed the device, before a byte of them is read.
-
-    A model is its config, of what one device of several holds, and the quantisation in which it is loaded; `head` is
-    one that drafts.
-    """
-    kept = weights_dtype(dtype).name
-    weights = {
-        name: weight_bytes(dataclasses.replace(config, dtype=kept), quantization)
-        for name, (config, quantization) in models.items()
-    }
-    if head is not None:
-        weights["draft_model"] = eagle_bytes(head, kept)
-    mend = "use smaller models"
-    if not on_cpu() and kept == "float32":
-        mend = "use dtype='bfloat16', or smaller models"
-    elif not on_cpu() and None in {quantization for _, quantization in models.values()}:
-        mend = "use quantization='int8' or 'float8', or smaller models"
-    require_room_for_weights(weights, mend, devices)
 
 
 @own_settings()
@@ -344,9 +316,24 @@ class _Target:
         return 1 if self.parallel is None else self.parallel.size
 
     def require_room(self, draft: dict[str, tuple[ModelConfig, str | None]], head: EagleConfig | None = None) -> None:
-        """Raises ValueError where its weights, beside those of a draft or head, exceed a device."""
-        own = {"model": (held_by_one(self.config, self.devices), self.quantization)}
-        _require_room(own | draft, self.dtype, head, self.devices)
+        """Raises ValueError where its weights, beside those of a draft or head, exceed a device; reads none of them.
+
+        A draft is its config, of what one device of several holds, and the quantisation in which it is loaded.
+        """
+        kept = weights_dtype(self.dtype).name
+        models = {"model": (held_by_one(self.config, self.devices), self.quantization), **draft}
+        weights = {
+            name: weight_bytes(dataclasses.replace(config, dtype=kept), quantization)
+            for name, (config, quantization) in models.items()
+        }
+        if head is not None:
+            weights["draft_model"] = eagle_bytes(head, kept)
+        mend = "use smaller models"
+        if not on_cpu() and kept == "float32":
+            mend = "use dtype='bfloat16', or smaller models"
+        elif not on_cpu() and None in {quantization for _, quantization in models.values()}:
+            mend = "use quantization='int8' or 'float8', or smaller models"
+        require_room_for_weights(weights, mend, self.devices)
 
     def load(self) -> tuple[ModelConfig, Params]:
         """Reads the weights; the config then says their dtype."""

@@ -223,11 +223,6 @@ class SamplingParams:
         return bool(self.logprobs) or (streams and self.logprobs is not None)
 
     @property
-    def adjusts(self) -> bool:
-        """True where penalties or biases change the logits."""
-        return bool(self.adjustments)
-
-    @property
     def adjustments(self) -> tuple[str, ...]:
         """The names of the penalties and biases that change the logits."""
         unchanged = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}

@@ -120,11 +120,9 @@ class StablePrefixStream:
 
         A group that begins again draws the same tokens as before; those already emitted are not emitted again.
         """
-        count = len(first)
-        self._rows, self._agreed = _Rows(count), 0
-        own = list(range(count))
-        self._rows.advance([[int(token)] for token in first], [1] * count, own, [True] * count)
-        return self._news()
+        ones = np.ones(len(first), int)
+        self._rows, self._agreed = _Rows(len(first)), 0
+        return self.advance(first[:, None], ones, np.arange(len(first)), ones > 0)
 
     def advance(
         self,

@@ -34,7 +34,7 @@ def features_of(request: Request, *, streams: bool, ragged: bool = False) -> set
     requested: dict[Name, bool] = {
         "truncation": params.truncates,
         "control": bool(params.control) and not ragged,
-        "adjustments": params.adjusts,
+        "adjustments": bool(params.adjustments),
         "grammar": params.expression is not None,
         "logprobs": params.scores(streams=streams),
         "prompt_logprobs": params.prompt_logprobs is not None,

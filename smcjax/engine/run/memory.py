@@ -187,9 +187,4 @@ def choose_num_pages(
 
 def buckets(max_num_seqs: int) -> list[int]:
     """Batch sizes that programs exist for: powers of two below `max_num_seqs`, and itself."""
-    sizes = []
-    size = 1
-    while size < max_num_seqs:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, max_num_seqs]
+    return [*(1 << power for power in range((max_num_seqs - 1).bit_length())), max_num_seqs]

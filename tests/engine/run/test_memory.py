@@ -238,9 +238,13 @@ def test_memory_is_asked_for_what_will_be_held(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(loading, "on_cpu", lambda: False)
     monkeypatch.setattr(memory, "device_memory", lambda: 142_600_000_000)
     monkeypatch.setattr(memory, "gpu_memory", lambda: 142_600_000_000)
-    pair = {"model": SHAPES["llama-3.1-70b"], "draft_model": SHAPES["llama-3.2-1b"]}
-    loading._require_room({name: (config, "int8") for name, config in pair.items()}, "bfloat16")
+
+    def require_room(quantization: str | None) -> None:
+        target = loading._Target(Path(), None, SHAPES["llama-3.1-70b"], "bfloat16", quantization, None)
+        target.require_room({"draft_model": (SHAPES["llama-3.2-1b"], quantization)})
+
+    require_room("int8")
     with pytest.raises(
         ValueError, match=r"take 14\d\.\d GB .* has 142\.6 GB; use quantization='int8' or 'float8', or smaller mod"
     ):
-        loading._require_room({name: (config, None) for name, config in pair.items()}, "bfloat16")
+        require_room(None)
