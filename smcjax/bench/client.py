@@ -50,19 +50,10 @@ class ClientLoad:
         return base if base.endswith("/v1") else f"{base}/v1"
 
 
-@dataclasses.dataclass
-class Answered(Followed):
-    """One request, with the tokens that the server counted; `error` if it failed.
-
-    It begins when it arrives, or later where too many are under way.
-    """
-
-    error: str | None = None
-
-
-async def run(load: ClientLoad, on_ended: Callable[[], None] = lambda: None) -> tuple[str, list[Answered]]:
+async def run(load: ClientLoad, on_ended: Callable[[], None] = lambda: None) -> tuple[str, list[Followed]]:
     """Sends the load; returns the model's name and each request, in the order of arrival.
 
+    A request begins when it arrives, or later where too many are under way; the server counts its tokens.
     Raises RuntimeError for a server that cannot be reached or lists no models. Requests that fail say so themselves.
     """
     headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key is not None else {}
@@ -74,10 +65,10 @@ async def run(load: ClientLoad, on_ended: Callable[[], None] = lambda: None) -> 
         model = await _model(client, load)
         began = time.perf_counter()
 
-        async def one(number: int, at: float) -> Answered:
+        async def one(number: int, at: float) -> Followed:
             await asyncio.sleep(max(0.0, at - (time.perf_counter() - began)))
             async with slots:
-                answered = Answered(time.perf_counter() - began)
+                answered = Followed(time.perf_counter() - began)
                 try:
                     await _answer(client, load, model, prompts[number], number, answered, began)
                 except (httpx.HTTPError, _Refused) as error:
@@ -115,7 +106,7 @@ async def _answer(
     model: str,
     prompt: str,
     number: int,
-    answered: Answered,
+    answered: Followed,
     began: float,
 ) -> None:
     """Sends one request and follows its stream."""
@@ -158,7 +149,7 @@ def _message(text: str) -> str:
         return text[:200]
 
 
-def figures(load: ClientLoad, model: str, requests: Sequence[Answered]) -> dict[str, Any]:
+def figures(load: ClientLoad, model: str, requests: Sequence[Followed]) -> dict[str, Any]:
     """The figures under vLLM's names, milliseconds where they say so; None of what never happened."""
     duration = max(one.ended for one in requests)
     ended = [one for one in requests if one.error is None and one.received]

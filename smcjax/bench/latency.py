@@ -23,6 +23,7 @@ class Followed:
     ended: float = math.nan
     input_tokens: int = 0
     output_tokens: int = 0
+    error: str | None = None  # why it failed, if it did
 
 
 def arrivals(rng: np.random.Generator, count: int, rate: float) -> list[float]:

@@ -40,28 +40,18 @@ WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then recor
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A plan of what to measure.
+    """A plan of what to measure."""
 
-    Attributes:
-        strategies: decoders, those first that are wanted most.
-        loads: numbers of running requests: powers of two, and the largest, as the engine's batches are.
-        contexts: tokens of a request when its cycles are timed.
-        cycles, windows: timed cycles of a window, and windows.
-        max_tokens, temperature, seed: of the answers that tokens a cycle are counted in.
-        budget: seconds after which no further strategy is begun or gone on with; None: no end.
-        clock: one of `CLOCKS`, which times cycles: "cpu" on a CPU that others use too.
-    """
-
-    strategies: tuple[Decoding, ...]
-    loads: tuple[int, ...] = (1, 2, 4, 8)
-    contexts: tuple[int, ...] = (128,)
-    cycles: int = 16
+    strategies: tuple[Decoding, ...]  # those first that are wanted most
+    loads: tuple[int, ...] = (1, 2, 4, 8)  # running requests: powers of two, and the largest, as the engine's batches
+    contexts: tuple[int, ...] = (128,)  # tokens of a request when its cycles are timed
+    cycles: int = 16  # timed, of a window
     windows: int = 3
-    max_tokens: int = 96
+    max_tokens: int = 96  # of the answers that tokens a cycle are counted in, as what follows
     temperature: float = 0.7
     seed: int = 0
-    budget: float | None = None
-    clock: str = "wall"
+    budget: float | None = None  # seconds after which no further strategy is begun or gone on with; None: no end
+    clock: str = "wall"  # one of `CLOCKS`, which times cycles: "cpu" on a CPU that others use too
 
     def __post_init__(self) -> None:
         unknown = sorted({*self.loads} - {*buckets(max(self.loads))})

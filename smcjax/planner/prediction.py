@@ -42,10 +42,8 @@ class Planner:
     def cycle_ms(self, decoding: Decoding, slots: int, context: float) -> float:
         """T, milliseconds a cycle."""
         times = self._times[decoding]
-        (low, high, share), (near, far, part) = (
-            _place(self.profile.loads, slots),
-            _place(self.profile.contexts, context),
-        )
+        low, high, share = _place(self.profile.loads, slots)
+        near, far, part = _place(self.profile.contexts, context)
         at_near = times[low, near] * (1 - share) + times[high, near] * share
         at_far = times[low, far] * (1 - share) + times[high, far] * share
         return math.exp(at_near * (1 - part) + at_far * part)

@@ -50,17 +50,11 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Tokens a cycle on the prompts of one length.
+    """Tokens a cycle on the prompts of one length."""
 
-    Attributes:
-        context: the measured context that these prompts are nearest to in tokens.
-        tokens_per_cycle: of one request in the mean.
-        prompts: tokens a cycle on each prompt.
-    """
-
-    context: int
-    tokens_per_cycle: float
-    prompts: tuple[float, ...] = ()
+    context: int  # the measured one that these prompts are nearest to in tokens
+    tokens_per_cycle: float  # of one request in the mean
+    prompts: tuple[float, ...] = ()  # tokens a cycle on each
 
     def __post_init__(self) -> None:
         require({"counted context": self.context}, {"counted context": whole(1)})

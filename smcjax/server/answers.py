@@ -34,13 +34,11 @@ class Answers:
         routed: str | None,
         streams: list[ChunkStream],
         echoes: list[str | None],
-        *,
-        has_form: bool,
     ) -> None:
         self.id = f"{shapes.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._ask, self._shapes, self._model = ask, shapes, model
-        self._routed, self._streams, self._has_form = routed, streams, has_form
+        self._routed, self._streams = routed, streams
         self._served = served
         self._tokenizer = model.llm.llm.tokenizer
         self._began = time.perf_counter()
@@ -183,7 +181,7 @@ class Answers:
         if self._ask.smc is None and self._routed is None:
             return {}
         found: dict[str, Any] = {**self._model.description(), "routed": self._routed}
-        if self._has_form:  # docs/how-to/structured-output.md
+        if self._streams[0].request.automaton is not None:  # docs/how-to/structured-output.md
             found["law"] = "given the form" if self._model.decoding.weighted else "locally masked"
         if self._ask.smc is not None:
             populations = [population_of(output, self._ask.smc, self._tokenizer) for output in outputs]

@@ -35,8 +35,7 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes, si
         await served.beside(0, served.token_texts, model)  # which are made with a model's first request
         for stream in streams:
             stream.start(beside=streams[0])
-        has_form = params.expression is not None
-        return Answers(served, ask, shapes, model, routed, streams, echoes, has_form=has_form)
+        return Answers(served, ask, shapes, model, routed, streams, echoes)
     except Exception as error:
         for stream in streams:
             await stream.aclose()

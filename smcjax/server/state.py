@@ -21,28 +21,17 @@ MAX_BODY_BYTES = 64 << 20  # bytes of all bodies whose requests are under way
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The limits of a server, and who may ask.
+    """The limits of a server, and who may ask."""
 
-    Attributes:
-        keys: those that open it; without any, everybody may ask.
-        hosts: names of the server beside those of this machine's loopback; with any, or without keys, no others are
-            answered to.
-        origins: of pages in browsers that may ask; "*" is any.
-        max_body: bytes of a request.
-        body_seconds: within which it must have come.
-        ping_seconds: after which a stream that has nothing to say says so.
-        drain_seconds: that answers have to end after the signal to stop.
-        potentials: those that requests may ask for, by name.
-    """
-
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # those that open it; without any, everybody may ask
+    # Names of it beside those of this machine's loopback; with any, or without keys, no others are answered to.
     hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    max_body: int = 8 << 20
-    body_seconds: float = 30.0
-    ping_seconds: float = 15.0
-    drain_seconds: float = 30.0
-    potentials: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    origins: tuple[str, ...] = ()  # of pages in browsers that may ask; "*" is any
+    max_body: int = 8 << 20  # bytes of a request
+    body_seconds: float = 30.0  # within which it must have come
+    ping_seconds: float = 15.0  # after which a stream that has nothing to say says so
+    drain_seconds: float = 30.0  # that answers have to end after the signal to stop
+    potentials: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # those that requests may ask for, by name
 
 
 class Served:

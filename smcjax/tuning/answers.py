@@ -39,21 +39,13 @@ class Answers:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the target's answers are drawn: by an exact decoder, with the draft as it is.
+    """How the target's answers are drawn: by an exact decoder, with the draft as it is."""
 
-    Attributes:
-        temperature: of target and draft, here and in the divergences: the one that SMC is to run at.
-        max_tokens: of an answer, at most.
-        seed: of all answers.
-        max_num_seqs: requests at once.
-        max_model_len: prompt and answer together; None: what the models allow.
-    """
-
-    temperature: float = 0.7
-    max_tokens: int = 256
-    seed: int = 0
-    max_num_seqs: int = 32
-    max_model_len: int | None = None
+    temperature: float = 0.7  # of target and draft, here and in the divergences: the one that SMC is to run at
+    max_tokens: int = 256  # of an answer, at most
+    seed: int = 0  # of all answers
+    max_num_seqs: int = 32  # requests at once
+    max_model_len: int | None = None  # prompt and answer together; None: what the models allow
 
 
 def sample_outputs(

@@ -18,20 +18,13 @@ Mean = tuple[float, float, float]  # and the ends of its 95% interval
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Means over tokens or blocks of the target's own answers, with intervals that take answers for independent.
+    """Means over tokens or blocks of the target's own answers, with intervals that take answers for independent."""
 
-    Attributes:
-        weight_variance: χ² of a block of γ tokens, the variance of a particle's weight in a cycle. Heavy-tailed: a few
-            blocks are most of it.
-        token_divergence: Rényi's divergence of order 2 of a token, log(1 + χ²), nats.
-        kl: Kullback and Leibler's divergence of a token, nats.
-        acceptance: the probability that speculative sampling accepts a token's draft.
-    """
-
+    # χ² of a block of γ tokens, the variance of a particle's weight in a cycle. Heavy-tailed: a few blocks are most.
     weight_variance: Mean
-    token_divergence: Mean
-    kl: Mean
-    acceptance: Mean
+    token_divergence: Mean  # Rényi's of order 2, log(1 + χ²), nats
+    kl: Mean  # Kullback and Leibler's divergence of a token, nats
+    acceptance: Mean  # the probability that speculative sampling accepts a token's draft
 
 
 def measure(

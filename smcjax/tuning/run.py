@@ -34,18 +34,12 @@ LINES = 20  # of progress
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The figures of one training; `Figures` are of held-out answers.
+    """The figures of one training; `Figures` are of held-out answers."""
 
-    Attributes:
-        before, after: of the draft as it was, and as it is in the files written.
-        loss: [step, mean loss a token since the last entry].
-        held_out: {"step": …, and the fields of `Figures`}, in the course of training.
-    """
-
-    before: Figures
-    after: Figures
-    loss: list[list[float]]
-    held_out: list[dict[str, Any]]
+    before: Figures  # of the draft as it was
+    after: Figures  # of it as it is in the files written
+    loss: list[list[float]]  # [step, mean loss a token since the last entry]
+    held_out: list[dict[str, Any]]  # {"step": …, and the fields of `Figures`}, in the course of training
     settings: dict[str, Any]
     tokens: int  # of answers trained on
     seconds: float  # of training
@@ -72,7 +66,8 @@ def tune(
     folder = output / "tuning"
     folder.mkdir(parents=True, exist_ok=True)
     asked = {"model": str(paths.target), "draft_model": str(paths.draft), "draft_drop_layers": list(paths.dropped)}
-    drawn = {**asked, "prompts": _digest([*prompts, *held_out]), **dataclasses.asdict(sampling)}
+    digest = hashlib.sha256(json.dumps([*prompts, *held_out]).encode()).hexdigest()
+    drawn = {**asked, "prompts": digest, **dataclasses.asdict(sampling)}
     answers, apart = _answers(folder / "answers.safetensors", paths, prompts, held_out, sampling, drawn, on_line)
     settings = {**drawn, **dataclasses.asdict(objective), "batch_tokens": batch_tokens}
     settings |= {**dataclasses.asdict(schedule), "seed": sampling.seed}
@@ -125,10 +120,6 @@ def described(figures: Figures) -> str:
         f"held out: χ² of a block {figures.weight_variance[0]:.3g}, D₂ {figures.token_divergence[0]:.3g} and KL "
         f"{figures.kl[0]:.3g} nats a token, accepted {figures.acceptance[0]:.4f}"
     )
-
-
-def _digest(prompts: Sequence[Asked]) -> str:
-    return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
 
 
 def _answers(

@@ -55,17 +55,11 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to train.
-
-    Attributes:
-        steps: updates.
-        learning_rate: Adam's, at its peak: warmed up over the first 5% of the steps, then a cosine down to 0.
-        seed: of the order of the answers.
-    """
+    """How long and how fast to train."""
 
     steps: int = 1000
-    learning_rate: float = 1e-3
-    seed: int = 0
+    learning_rate: float = 1e-3  # Adam's, at its peak: warmed up over the first 5% of the steps, then a cosine to 0
+    seed: int = 0  # of the order of the answers
 
     def optimizer(self) -> optax.GradientTransformation:
         """Adam on gradients clipped at norm 1."""

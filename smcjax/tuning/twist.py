@@ -45,17 +45,11 @@ STEEPEST = 10.0  # log R − f, beyond which the loss goes on as a line, so that
 
 @dataclasses.dataclass(frozen=True)
 class TwistReport:
-    """One training.
+    """One training."""
 
-    Attributes:
-        held_out: [step, mean loss of a beginning of answers to prompts held out]; step 0 is a constant.
-        kept: the step of the least of these, whose weights were written.
-        loss: [step, mean loss a token since the last entry].
-    """
-
-    held_out: list[list[float]]
-    kept: int
-    loss: list[list[float]]
+    held_out: list[list[float]]  # [step, mean loss of a beginning of answers to prompts held out]; 0: a constant's
+    kept: int  # the step of the least of these, whose weights were written
+    loss: list[list[float]]  # [step, mean loss a token since the last entry]
     settings: dict[str, Any]
     tokens: int  # of answers trained on
     seconds: float  # of training

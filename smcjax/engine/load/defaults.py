@@ -23,18 +23,14 @@ def default_sparse_mode(decoding: Decoding, models: Models, page_size: int | Non
     """
     target = models.local_target
     kinds: Any = target.selecting.values()
-    queries = decoding.speculation.rows * decoding.speculation.scored
     if decoding.speculation.sparse is not None or not kinds:
         return decoding
-    kind_of_decoder: Any = decoding
-    grouped: Decoding = dataclasses.replace(
-        kind_of_decoder, sparse=SparseVerification("merged", min(queries, KERNEL_GROUP))
-    )
+    queries = min(decoding.speculation.rows * decoding.speculation.scored, KERNEL_GROUP)
+    decoder: Any = decoding
+    grouped: Decoding = dataclasses.replace(decoder, sparse=SparseVerification("merged", queries))
     size = default_page_size([grouped], models, implementation) if page_size is None else page_size
-    group = grouped.speculation.sparse
-    assert group is not None
     with implementations(implementation):
-        by_kernels = all(reads_by_kernels(kind, target, group.queries, size, target.dtype) for kind in kinds)
+        by_kernels = all(reads_by_kernels(kind, target, queries, size, target.dtype) for kind in kinds)
     return grouped if by_kernels else decoding
 
 

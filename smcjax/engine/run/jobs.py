@@ -84,23 +84,14 @@ PLAIN = BatchInputs()  # of requests without features
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchJobs:
-    """The jobs of batches of any size.
+    """The jobs of batches of any size."""
 
-    Attributes:
-        program: the decoder, on one device of several.
-        params: the weights, as they are on the devices.
-        num_pages: KV pages, the trash page included.
-        chunks: prompt tokens that one program reads.
-        readings: decoders with the same tokens, each of which has cycles.
-        sharded: the devices, where there are several.
-    """
-
-    program: Decoder[Any, Any, Any]
-    params: PairParams
-    num_pages: int
-    chunks: ChunkLengths
-    readings: tuple[Decoding, ...]
-    sharded: ShardedPrograms | None
+    program: Decoder[Any, Any, Any]  # on one device of several
+    params: PairParams  # as they are on the devices
+    num_pages: int  # the trash page included
+    chunks: ChunkLengths  # prompt tokens that one program reads
+    readings: tuple[Decoding, ...]  # decoders with the same tokens, each of which has cycles
+    sharded: ShardedPrograms | None  # the devices, where there are several
 
     def state(self, size: int) -> Any:
         """Shapes of the memory, and of the state of a batch of `size` slots with it."""

@@ -39,17 +39,11 @@ _launching = threading.Lock()  # one for the process: several threads may run en
 
 @dataclasses.dataclass(frozen=True)
 class ShardedPrograms:
-    """Runs a runner's programs on several devices, which share one target and may share its draft model.
+    """Runs a runner's programs on several devices, which share one target and may share its draft model."""
 
-    Attributes:
-        parallel: the devices.
-        target: config of the whole target; programs are made with `parallel.local(target)`.
-        draft: config of the whole draft model if it is divided like the target; None: the proposer is replicated.
-    """
-
-    parallel: TensorParallel
-    target: ModelConfig
-    draft: ModelConfig | None = None
+    parallel: TensorParallel  # the devices
+    target: ModelConfig  # the whole one; programs are made with `parallel.local(target)`
+    draft: ModelConfig | None = None  # the whole one if it is divided like the target; None: it is replicated
 
     def has_peers(self, implementation: str) -> bool:
         """True if programs of `implementation` sum and gather by kernels that write into peers' memory.

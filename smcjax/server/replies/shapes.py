@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.server.replies.logprobs import Scored, as_lists, as_objects, by_id, length_of, scored, scored_prompt
@@ -15,29 +14,17 @@ from smcjax.server.requests.schemas import ChatAsk, CompletionAsk
 
 @dataclasses.dataclass
 class Emitted:
-    """One choice of a reply, and how much of it a stream has emitted.
+    """One choice of a reply, and how much of it a stream has emitted."""
 
-    Attributes:
-        index: its place in the reply.
-        texts: looks tokens up.
-        prompt_token_ids: of its prompt.
-        ends: tokens that end an answer, and are no content of it.
-        echo: the prompt's text where the request wants it in front of the answer's, else None.
-        prompt_logprobs: whether the request asks for these by that name.
-        first: whether nothing has been emitted yet.
-        length: characters emitted, the prompt's included.
-        tokens_end: where the text of the next token begins, by the texts of the tokens before it.
-    """
-
-    index: int
+    index: int  # its place in the reply
     texts: TokenTexts
     prompt_token_ids: list[int]
-    ends: frozenset[int] = frozenset()
-    echo: str | None = None
-    prompt_logprobs: bool = False
-    first: bool = True
-    length: int = 0
-    tokens_end: int = 0
+    ends: frozenset[int] = frozenset()  # tokens that end an answer, and are no content of it
+    echo: str | None = None  # the prompt's text where the request wants it in front of the answer's
+    prompt_logprobs: bool = False  # whether the request asks for these by that name
+    first: bool = True  # nothing has been emitted yet
+    length: int = 0  # characters emitted, the prompt's included
+    tokens_end: int = 0  # where the text of the next token begins, by the texts of the tokens before it
 
     def __post_init__(self) -> None:
         self.tokens_end = len(self.echo or "")
@@ -47,41 +34,16 @@ class Emitted:
         return {"prompt_logprobs": by_id(prompt, self.texts)} if self.prompt_logprobs and prompt is not None else {}
 
 
-class Shapes(abc.ABC):
-    """The choices of one route's replies.
-
-    Attributes:
-        path: the route's.
-        ask: its requests.
-        prefix: of its replies' ids.
-        reply_object, chunk_object: what whole replies and chunks call themselves.
-    """
-
-    path: ClassVar[str]
-    ask: ClassVar[type[CompletionAsk | ChatAsk]]
-    prefix: ClassVar[str]
-    reply_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-
-    @abc.abstractmethod
-    def choice(self, emitted: Emitted, output: RequestOutput) -> dict[str, Any]:
-        """The entry of `choices` that is a whole answer."""
-
-    @abc.abstractmethod
-    def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
-        """The entries of `choices` that a chunk becomes, one a streamed reply; at least one. Moves `emitted` on."""
-
-
-class CompletionShapes(Shapes):
+class CompletionShapes:
     """Text, with log-probabilities in lists beside each other; with `echo` behind that of the prompt."""
 
     path = "/v1/completions"
     ask = CompletionAsk
-    prefix = "cmpl"
-    reply_object = chunk_object = "text_completion"
+    prefix = "cmpl"  # of replies' ids
+    reply_object = chunk_object = "text_completion"  # what whole replies and chunks call themselves
 
     def choice(self, emitted: Emitted, output: RequestOutput) -> dict[str, Any]:
-        """A whole answer."""
+        """The entry of `choices` that is a whole answer."""
         answer, echo = output.outputs[0], emitted.echo or ""
         text = echo + answer.text
         begin, tokens = len(echo), scored(answer)
@@ -97,7 +59,7 @@ class CompletionShapes(Shapes):
         }
 
     def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
-        """One piece of text with the log-probabilities of its tokens, the last one with why it is the last."""
+        """The entry of `choices` that a chunk becomes, the last one with why it is the last. Moves `emitted` on."""
         echo = (emitted.echo or "") if emitted.first else ""
         text, tokens, begin = echo + chunk.text, scored(chunk), emitted.tokens_end
         prompt = scored_prompt(chunk, emitted.prompt_token_ids)
@@ -119,7 +81,7 @@ class CompletionShapes(Shapes):
         return [piece]
 
 
-class ChatShapes(Shapes):
+class ChatShapes:
     """A message, with an object a token for log-probabilities; in streams the role, then text, then why it ends.
 
     OpenAI's specification has "message content tokens" there, so the token that ends the turn is none of them.
@@ -132,7 +94,7 @@ class ChatShapes(Shapes):
     chunk_object = "chat.completion.chunk"
 
     def choice(self, emitted: Emitted, output: RequestOutput) -> dict[str, Any]:
-        """A whole answer."""
+        """The entry of `choices` that is a whole answer."""
         answer = output.outputs[0]
         tokens, prompt = _content(scored(answer), emitted), scored_prompt(output, output.prompt_token_ids)
         return {
@@ -144,7 +106,7 @@ class ChatShapes(Shapes):
         }
 
     def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
-        """The role with the choice's first chunk; text with its tokens' log-probabilities; the end in its own piece.
+        """The entries of `choices` that a chunk becomes, one a streamed reply: the role first, text, the end by itself.
 
         The prompt's log-probabilities are in the first piece of the chunk that brings them.
         """
@@ -159,6 +121,9 @@ class ChatShapes(Shapes):
         pieces = pieces or [_piece(emitted.index, {})]
         pieces[0] |= emitted.prompt_field(prompt)
         return pieces
+
+
+Shapes = CompletionShapes | ChatShapes  # of one route's replies
 
 
 def _content(tokens: list[Scored] | None, emitted: Emitted) -> list[Scored] | None:
