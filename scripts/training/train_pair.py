@@ -277,8 +277,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse()
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
     begin = time.perf_counter()
     tokenizer_file = args.output / "target" / "tokenizer.json"
     if args.target:

@@ -51,6 +51,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_targets(llm: LLM) -> None:
     prompts = [prompt for prompt in GOLDEN["prompts"] if len(prompt) < 20]
     want = [

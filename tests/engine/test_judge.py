@@ -297,6 +297,7 @@ def test_what_is_too_long_ends_its_request(steered: LLM, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("float32")
+@pytest.mark.slow
 def test_a_head_on_the_targets_own_states_is_the_judge(pair: Pair, tmp_path: Path) -> None:
     """Where a classifier's decoder is the target: its judge's value of all of a particle's answer but its newest token.
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,6 @@ pytest.importorskip("optax")
 import pair_data as data
 import train_pair
 from tokenizers import Tokenizer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -136,15 +131,16 @@ def test_learning_rate_rises_then_falls_to_zero() -> None:
 
 
 @pytest.mark.slow
-def test_smoke_run_writes_two_loadable_directories_and_reports(tmp_path: Path) -> None:
-    script = str(ROOT / "scripts" / "training" / "train_pair.py")
-    command = [sys.executable, script, "--smoke", "--output", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr
-    reports = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+def test_smoke_run_writes_two_loadable_directories_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standard = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # of optax and the script
+    with train_pair.implementations("xla"), standard[0], standard[1]:
+        train_pair.main(["--smoke", "--output", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    reports = [json.loads(line) for line in lines if line.startswith("{")]
     assert [report["model"] for report in reports] == ["target", "draft"]
-    losses = [float(line.split("solution loss")[1].split()[0]) for line in run.stdout.splitlines() if "loss" in line]
+    losses = [float(line.split("solution loss")[1].split()[0]) for line in lines if "loss" in line]
     assert len(losses) == 2
     assert max(losses) < 0.96 * np.log(512), "training lowers the loss from that of a guess"
     vocabularies = set()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 from smcjax.engine.llm import LLM
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
@@ -79,10 +80,13 @@ def test_figures_are_those_of_each_text_alone(params: tuple[Params, Params]) -> 
     answers = texts(9, 90, seed=3)
     batches = Batches(answers, 200)
     found = token_figures(LAWS, *params, batches, TargetStates(LAWS, params[0], batches))
+    dense = jax.jit(logits, static_argnums=0)
     for row, (prompt, answer) in enumerate(zip(answers.prompt, answers.answer, strict=True)):
-        text = jnp.asarray(answers.tokens[row : row + 1, : prompt + answer])
+        text = jnp.asarray(answers.tokens[row : row + 1])  # with padding behind it, which no place before it sees
         p, q = (
-            np.asarray(jax.nn.softmax(logits(config, one, text)[0, prompt - 1 : -1, : V - 1] / TEMPERATURE), np.float64)
+            softmax(
+                np.asarray(dense(config, one, text), np.float64)[0, prompt - 1 :][:answer, : V - 1] / TEMPERATURE, -1
+            )
             for config, one in zip((TARGET, DRAFT), params, strict=True)
         )
         index, own = np.arange(answer), answers.tokens[row, prompt : prompt + answer]
