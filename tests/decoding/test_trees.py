@@ -15,7 +15,6 @@ import pytest
 
 from smcjax import rejection
 from smcjax.decoders import Rejection
-from smcjax.model.view import TreeView
 from smcjax.sparse.nsa import NSA
 from tests import exact
 from tests.decoding import test_nsa as sparse
@@ -67,20 +66,8 @@ def mistakes() -> int:
 
 
 @pytest.mark.slow
-def test_control_compression_update_dropped(patch_programs: Any) -> None:
-    """Nodes without compressed tokens change what the target says."""
-    put = TreeView.put
-
-    def without_update(view: TreeView, scratch: Any, new: Any) -> Any:
-        return put(view, scratch, {name: array for name, array in new.items() if "compressed" not in name})
-
-    patch_programs(TreeView, "put", without_update)
-    assert mistakes() > 0
-
-
-@pytest.mark.slow
 def test_control_another_path_kept(patch_programs: Any) -> None:
-    """So do nodes' keys that are kept of other nodes than the accepted ones."""
+    """Nodes' keys that are kept of other nodes than the accepted ones change what the target says."""
     write = rejection.decoder.keep_path
 
     def last_but_one(program: Any, state: Any, drafts: Any, scratch: Any, last: Any) -> Any:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax import autoregressive, rejection, smc
+from smcjax import autoregressive, rejection
 from smcjax.decoders import Autoregressive, Rejection
 from smcjax.decoding import distribution
 from smcjax.decoding.adjustments import Adjustments
@@ -122,7 +122,6 @@ CASES: dict[str, tuple[Any, Any]] = {
     "n-grams": (Rejection(gamma=3), NGram()),
     "tree of a head": (Rejection(tree=(2, 1)), EAGLE),
     "target alone": (Autoregressive(), None),
-    "particles": (smc.SMC(n_particles=1, gamma=2, control=1.0), EAGLE),
 }
 
 
@@ -179,8 +178,6 @@ def program_of(name: str) -> tuple[Any, Any, Any]:
     """The decoder's module, its program, and the weights."""
     decoding, draft = CASES[name]
     params = EAGLE_PARAMS if draft is EAGLE else rejection.PairParams(TARGET_PARAMS, DRAFT_PARAMS)
-    if isinstance(decoding, smc.SMC):
-        return smc, smc.Program(decoding, TARGET, draft, MAX_MODEL_LEN, 2), params
     module: Any = rejection if isinstance(decoding, Rejection) else autoregressive
     features = frozenset({"adjustments", "truncation"})
     return module, module.Program(decoding, TARGET, draft, MAX_MODEL_LEN, 2, features=features), params
@@ -251,7 +248,7 @@ def mistakes(name: str, state: Any) -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "particles"])
+@pytest.mark.parametrize("name", CASES)
 def test_every_kind_has_its_law(name: str) -> None:
     """χ² of 512 answers a kind against each answer's exact probability, and each token's log-probability.
 
@@ -296,17 +293,16 @@ def test_control_likeliest_drafts_that_are_said_to_be_drawn(patch_programs: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two candidates", "lopsided tree"])
-def test_drafts_have_the_law_of_their_request(name: str) -> None:
-    """q of every position of a chain, and behind every node of a tree, is the draft's own law, adjusted and masked."""
+def test_drafts_have_the_law_of_their_request() -> None:
+    """q behind every node of a tree is the draft's own law, adjusted and masked."""
+    name = "lopsided tree"
     each, (_, program, params) = 16, program_of(name)
     state = started(name, each)
     drafts = jax.jit(lambda params, state: drafted(program, params, state))(params, state)
     tree, worst, seen = program.speculation.tree, dict.fromkeys(KINDS, 0.0), collections.Counter[str]()
-    paths = [tuple(range(column)) for column in range(2)] if tree is None else tree.drafts_to(tree.inner)
     for row, tokens in enumerate(texts(state, 1)):
         name_of_kind = [*KINDS][row // program.rows // each]
-        for column, path in enumerate(paths):
+        for column, path in enumerate(tree.drafts_to(tree.inner)):
             before = (*tokens, *(int(drafts.tokens[row, place]) for place in path))
             if STOP in before or (KINDS[name_of_kind].has_form and before not in BEGINNINGS - MATCHING):
                 continue
@@ -326,17 +322,3 @@ def test_drafts_have_the_law_of_their_request(name: str) -> None:
     assert min(seen[kind] for kind in KINDS) > 8
     assert worst.pop("plain") < 1e-5
     assert min(worst.values()) > 0.1, "negative control"
-
-
-@pytest.mark.slow
-def test_particles_that_reject_all_that_is_wrong() -> None:
-    """SMC at control 1 under a form: the locally masked law, and a weight of the probability that was masked away."""
-    state, _ = answered("particles", EACH, (KINDS["form"],))
-    seen = texts(state, 1)
-    assert excess(seen, KINDS["form"]) < MOST
-    want = []
-    for tokens in seen:
-        laws = [law_behind(KINDS["plain"], tokens[:count]) for count in range(len(tokens))]
-        want.append(sum(np.log(law[may_come(tokens[:count])].sum()) for count, law in enumerate(laws)))
-    assert np.ptp(want) > 1
-    np.testing.assert_allclose(state.log_weight[:, 0], want, atol=1e-4)

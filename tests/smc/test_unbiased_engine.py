@@ -21,7 +21,7 @@ from tests.smc import reference
 from tests.smc.test_constraints import LETTERS, FormToy, tables
 
 pytestmark = pytest.mark.slow
-V, GROUPS, MAX_MODEL_LEN = 3, 2048, 12
+V, GROUPS, MAX_MODEL_LEN = 3, 1024, 12
 PAIR = tiny_pair(V, target_layers=1)
 AFTER = reference.language_model(PAIR.target, PAIR.params.target, MAX_MODEL_LEN)
 ASK = Ask((1, 2), max_tokens=5, stops=(2,), temperature=0.9, min_tokens=1)
