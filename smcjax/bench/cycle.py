@@ -342,12 +342,6 @@ class Bench:
         )
 
 
-def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -> CycleResult:
-    """Times one case. Raises ValueError for what does not fit the device, before it is taken."""
-    (result,) = run_cases(models, [case], bandwidth=bandwidth)
-    return result
-
-
 def run_cases(
     models: Models,
     cases: Sequence[Case],
@@ -360,7 +354,7 @@ def run_cases(
     Programs are compiled side by side. Then each case takes its KV, is timed and gives the KV back, so that nothing
     else runs or takes memory beside a measurement. Cases that differ in nothing but their context take turns, a window
     each: clocks fall as a device warms up, and what a longer context adds is the difference of windows that followed
-    each other.
+    each other. Raises ValueError for what does not fit the device, before it is taken.
     """
     enable_compilation_cache()
     with_draft = any(case.decoding.drafts for case in cases)

@@ -60,11 +60,10 @@ class Models:
             raise ValueError(f"target_layers must be 1 to {layers}, those of {self.target}, got {self.target_layers}.")
         size = self.tensor_parallel_size
         if size > 1:
-            held = {"quantization": self.quantization}
-            check_split(self.target_config, size, self.target, "tensor_parallel_size", **held)
+            check_split(self.target_config, size, self.target, "tensor_parallel_size", quantization=self.quantization)
         if self.draft_divided:
-            held = {"quantization": self.draft_quantization}
-            check_split(self.draft_config, size, self.draft, "draft_tensor_parallel_size", **held)
+            option, kind = "draft_tensor_parallel_size", self.draft_quantization
+            check_split(self.draft_config, size, self.draft, option, quantization=kind)
 
     @functools.cached_property
     def parallel(self) -> TensorParallel | None:

@@ -184,7 +184,8 @@ class Profiler:
             compile_at_start=False,
             **self._own,
         ) as llm:
-            of_contexts = _by_context(self.plan.contexts, [_token_ids(llm, one) for one in prompts])
+            token_ids = [llm.request(one, SamplingParams(max_tokens=1)).token_ids for one in prompts]
+            of_contexts = _by_context(self.plan.contexts, token_ids)
             cells = []
             for context, load in itertools.product(self.plan.contexts, self.plan.loads):
                 cells.append(self._cell(llm, of_contexts[_nearest(of_contexts, context)], context, load))
@@ -193,8 +194,8 @@ class Profiler:
                 )
                 self._require_budget()
             counted = []
-            for context, token_ids in of_contexts.items():
-                counted.append(self._counted(llm, decoding, context, token_ids))
+            for context, own in of_contexts.items():
+                counted.append(self._counted(llm, decoding, context, own))
                 self._heard(
                     f"{name}: {context:,} tokens: {counted[-1].tokens_per_cycle:.2f} tokens a cycle "
                     f"({self._seconds:.0f} s)"
@@ -266,10 +267,6 @@ def _steps(engine: Engine, cycles: int, clock: Callable[[], float]) -> float:
             raise RuntimeError("a request ended while it was timed: its weights broke, so the timing says nothing")
     jax.block_until_ready(engine.runner.state)
     return 1e3 * (clock() - began) / cycles
-
-
-def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
-    return llm.request(prompt, SamplingParams(max_tokens=1)).token_ids
 
 
 def _by_context(contexts: Sequence[int], token_ids: Sequence[list[int]]) -> dict[int, list[list[int]]]:

@@ -88,7 +88,8 @@ def markdown(results: Sequence[CycleResult]) -> str:
     rows = []
     for result in results:
         added = bound = "–"
-        if _comparable(result, first) and result.kv_bytes > first.kv_bytes:
+        this, other = ((one.decoding, one.groups, one.n_particles, one.gamma) for one in (result, first))
+        if this == other and result.kv_bytes > first.kv_bytes:  # they differ in their contexts only
             added = f"{statistics.median(map(operator.sub, result.ms_windows, first.ms_windows)):.2f}"
             bound = f"{(result.kv_bytes - first.kv_bytes) / result.bandwidth * 1e3:.2f}"
         cells = (
@@ -103,12 +104,6 @@ def markdown(results: Sequence[CycleResult]) -> str:
         )
         rows.append(cells)
     return table(heads, rows)
-
-
-def _comparable(result: CycleResult, first: CycleResult) -> bool:
-    """True where the two results differ in their contexts only."""
-    fields = ("decoding", "groups", "n_particles", "gamma")
-    return all(getattr(result, field) == getattr(first, field) for field in fields)
 
 
 def _name(result: CycleResult) -> str:

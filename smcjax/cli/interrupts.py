@@ -56,11 +56,9 @@ def ends_answer() -> Iterator[threading.Event]:
         yield _State.stopped
 
 
-@contextlib.contextmanager
-def ends_line() -> Iterator[None]:
+def ends_line() -> contextlib.AbstractContextManager[None]:
     """Within it a Ctrl-C raises KeyboardInterrupt, in the main thread."""
-    with _used_for(_Use.LINE):
-        yield
+    return _used_for(_Use.LINE)
 
 
 @contextlib.contextmanager

@@ -83,11 +83,9 @@ def check_models(args: argparse.Namespace) -> None:
     given = {"--model": args.model, "--draft-model": args.draft_model}
     named = None if args.decoding is None else args.decoding.kind
     needed = [option for option in given if option == "--model" or (named or SMC).drafts]
-    if args.draft_model == "ngram":  # which goes with any model
-        needed = ["--model"]
-    if named in (None, Auto) and args.draft_model is None:  # which may do without
-        needed = ["--model"]
-    if args.draft_drop_layers is not None and args.draft_model is None:  # the draft is made of the target
+    # No draft: the decoder may do without, or the draft is made of the target. "ngram" goes with any model.
+    is_optional = named in (None, Auto) or args.draft_drop_layers is not None
+    if args.draft_model == "ngram" or (args.draft_model is None and is_optional):
         needed = ["--model"]
     if len({given[option] is None for option in needed}) == 2:
         there, missing = sorted(given, key=lambda option: given[option] is None)

@@ -15,7 +15,9 @@ def main() -> int:
     """Runs the command line of this process and returns its exit code."""
     closed = _open_descriptors()
     end_on_interrupt()
-    sys.stderr = _remarks()
+    encoding = getattr(sys.stderr, "encoding", "utf-8")
+    remarks = _Unfailing(2, "w", closefd=False)
+    sys.stderr = io.TextIOWrapper(remarks, encoding, "backslashreplace", line_buffering=True, write_through=True)
     if sys.stdout is not None:
         raw = io.BufferedWriter(_Answers(1, "w", closefd=False))
         sys.stdout = io.TextIOWrapper(raw, sys.stdout.encoding, line_buffering=os.isatty(1))
@@ -62,9 +64,3 @@ class _Answers(io.FileIO):
             raise
         except OSError as error:
             raise OSError(f"standard output cannot be written ({error.strerror}).") from None
-
-
-def _remarks() -> io.TextIOWrapper:
-    encoding = getattr(sys.stderr, "encoding", "utf-8")
-    raw = _Unfailing(2, "w", closefd=False)
-    return io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True, write_through=True)

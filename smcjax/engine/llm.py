@@ -239,7 +239,6 @@ class LLM:
             decoder,
             tokenizer=self.tokenizer,
             eos_token_ids=models.eos_token_ids,
-            footprint=self._footprint,
             num_pages=self.num_pages,
             seed=given["seed"],
             automata=automata,

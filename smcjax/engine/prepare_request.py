@@ -31,7 +31,6 @@ class RequestPreparer:
         decoder: the `smcjax.decoding.decoder.Decoder` that answers.
         tokenizer: for text; None where the model has none.
         eos_token_ids: tokens that end every answer, unless a request ignores them.
-        footprint: pages that a request may need.
         num_pages: KV pages of the device, the trash page included.
         seed: base seed; a request without a seed has this plus its number.
         automata: compiled response formats, of another preparer with the same tokenizer; None: its own.
@@ -43,13 +42,13 @@ class RequestPreparer:
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
-        footprint: Footprint,
         num_pages: int,
         seed: int,
         automata: Automata | None = None,
     ) -> None:
         self._decoder, self._tokenizer, self._eos_token_ids = decoder, tokenizer, eos_token_ids
-        self._vocab_size, self._footprint, self._num_pages = decoder.target.vocab_size, footprint, num_pages
+        self._vocab_size, self._num_pages = decoder.target.vocab_size, num_pages
+        self._footprint = Footprint.of(decoder.decoding, decoder.page_size)
         self.automata = Automata(tokenizer, self._vocab_size) if automata is None else automata
         self._numbering = threading.Lock()
         self._seed = seed

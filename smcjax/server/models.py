@@ -60,12 +60,7 @@ class VirtualModel:
 
 
 class Models:
-    """The virtual models of a server. The first one also answers to the pair's own name.
-
-    Attributes:
-        name: the pair's.
-        all: the virtual models in their order.
-    """
+    """The virtual models of a server, in their order. The first one also answers to `name`, the pair's own."""
 
     def __init__(self, name: str, llms: Sequence[AsyncLLM]) -> None:
         self.name = name

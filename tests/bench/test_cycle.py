@@ -1,4 +1,4 @@
-"""`bench_cycle` on shapes for a CPU, and what it refuses before it makes a weight."""
+"""`run_cases` on shapes for a CPU, and what it refuses before it makes a weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from smcjax.bench import cycle
-from smcjax.bench.cycle import Bench, Case, CycleResult, bench_cycle, budget_of
+from smcjax.bench.cycle import Bench, Case, CycleResult, budget_of, run_cases
 from smcjax.bench.models import Models, own_pages
 from smcjax.decoders import SMC, Autoregressive
 from smcjax.engine.run import memory
@@ -29,7 +29,7 @@ def small(decoding: SMC | Autoregressive, **changes: Any) -> CycleResult:
             "attention": None,
         }.items()
     }
-    return bench_cycle(Models(**models), small_case(decoding, **changes), bandwidth=1e10)
+    return run_cases(Models(**models), [small_case(decoding, **changes)], bandwidth=1e10)[0]
 
 
 def small_case(decoding: SMC | Autoregressive, **changes: Any) -> Case:
@@ -172,7 +172,7 @@ def test_kv_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory, "device_memory", lambda: sum(budget.weights.values()) + 5)
     monkeypatch.setattr("smcjax.bench.models.random_params", None)  # never reached
     with pytest.raises(ValueError, match=r"1 request\(s\) of 12 tokens, up to max_model_len 48, .*; lower requests"):
-        bench_cycle(models, case)
+        run_cases(models, [case])
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

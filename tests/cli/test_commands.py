@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,11 +168,11 @@ def test_bench_saves_on_request_only(smcjax: Command, monkeypatch: pytest.Monkey
     }
     asked: list[tuple[Any, ...]] = []
 
-    def bench(models: Models, case: Case, *, bandwidth: float | None) -> CycleResult:
-        asked.append((models, case, bandwidth))
-        return CycleResult(**figures)
+    def bench(models: Models, cases: Sequence[Case], *, bandwidth: float | None) -> list[CycleResult]:
+        asked.append((models, *cases, bandwidth))
+        return [CycleResult(**figures)]
 
-    monkeypatch.setattr(cycle, "bench_cycle", bench)
+    monkeypatch.setattr(cycle, "run_cases", bench)
     on_gpu = jax.default_backend() == "gpu"
     shapes = ("llama-3.1-8b", "llama-3.2-1b") if on_gpu else ("tiny-target", "tiny-draft")
     arguments = ["bench", "cycle", "--decoding", "autoregressive", "--bandwidth", "5"]

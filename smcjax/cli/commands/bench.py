@@ -132,7 +132,7 @@ def run_cycle(args: argparse.Namespace) -> int:
             raise ValueError(f"--compare has no peer for {option}; leave one of them out.")
     if args.torch_python is not None and not args.compare:
         raise ValueError("--torch-python is the peer's of --compare; leave it out, or add --compare.")
-    from smcjax.bench.cycle import Case, bench_cycle
+    from smcjax.bench.cycle import Case, run_cases
 
     decoding = shape_decoding(args)
     case = Case(
@@ -150,7 +150,7 @@ def run_cycle(args: argparse.Namespace) -> int:
     if args.compare:
         return _compare(args, decoding.speculation)
     models = shape_models(args)
-    result = bench_cycle(models, case, bandwidth=_bandwidth(args))
+    (result,) = run_cases(models, [case], bandwidth=_bandwidth(args))
     print(table(result, models.target, models.draft))
     _save(args, models, [dataclasses.asdict(result)])
     return 0

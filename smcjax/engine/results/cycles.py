@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +33,8 @@ def later_cycle(request: Request, index: int, info: Any, rows: RowsAfter) -> Cyc
     return Cycle(index, blocks, lengths, rows.ancestors.copy(), rows.finished.copy())
 
 
-class _Grown(Protocol):
-    @property
-    def length(self) -> int: ...
-
-
-def rows_after[R: _Grown](
-    before: Sequence[R],
+def rows_after[R](
+    before: Sequence[int],
     blocks: Sequence[Sequence[int]],
     lengths: Sequence[int],
     ancestors: Sequence[int],
@@ -47,10 +42,10 @@ def rows_after[R: _Grown](
 ) -> list[R]:
     """Returns the rows after a cycle: each ancestor, made `longer` by the tokens of its block, once for all its copies.
 
-    `longer` takes the ancestor's number and these tokens; `lengths` are those of the rows after the cycle.
+    `longer` takes the ancestor's number and these tokens; `before` and `lengths` are the rows' tokens around the cycle.
     """
     made: dict[int, R] = {}
     for row, length in zip(ancestors, lengths, strict=True):
         if row not in made:
-            made[row] = longer(row, blocks[row][: length - before[row].length])
+            made[row] = longer(row, blocks[row][: length - before[row]])
     return [made[row] for row in ancestors]

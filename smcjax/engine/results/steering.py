@@ -188,9 +188,11 @@ class Steering:
     ) -> None:
         """Follows a cycle: arguments as of `smcjax.engine.results.stopping.StopStrings.advance`."""
         before, ended = self._rows, dict(zip(ancestors, finished, strict=True))
-        self._rows = rows_after(
-            before, blocks, lengths, ancestors, lambda row, tokens: self._longer(before[row], tokens, ended=ended[row])
-        )
+
+        def longer(row: int, tokens: Sequence[int]) -> _Row:
+            return self._longer(before[row], tokens, ended=ended[row])
+
+        self._rows = rows_after([row.length for row in before], blocks, lengths, ancestors, longer)
         self._note(alive)
 
     def knows(self, cycle: int) -> bool:

@@ -59,10 +59,8 @@ class StopStrings:
             alive: whether each row may still answer, [N].
             finished: whether each row has ended by itself, [N].
         """
-        before = self._rows
-        self._rows = rows_after(
-            before, blocks, lengths, ancestors, lambda row, tokens: self._longer(before[row], tokens)
-        )
+        before, tokens = self._rows, [row.length for row in self._rows]
+        self._rows = rows_after(tokens, blocks, lengths, ancestors, lambda row, new: self._longer(before[row], new))
         return all(
             row.stopped or ended or not living for row, ended, living in zip(self._rows, finished, alive, strict=True)
         )
