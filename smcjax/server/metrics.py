@@ -50,38 +50,30 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._engines = _Engines()
         self._registry.register(self._engines)
-        histograms = {
-            "first": (
-                "time_to_first_token_seconds",
-                "time_to_first_token_seconds",
-                "Until the first token that is certain",
-            ),
-            "whole": ("request_seconds", "e2e_request_latency_seconds", "From a request's arrival to its end"),
-        }
-        self._histograms = {
-            key: [
-                Histogram(name, text, [_LABEL], registry=self._registry, buckets=_SECONDS)
-                for name in (f"smcjax_{ours}", f"vllm:{theirs}")
-            ]
-            for key, (ours, theirs, text) in histograms.items()
-        }
-        self._prompt_tokens = [
-            Counter(name, "Tokens of prompts", [_LABEL], registry=self._registry)
-            for name in ("smcjax_prompt_tokens", "vllm:prompt_tokens")
-        ]
-        self._endings = [
-            Counter(name, "Requests that were answered", [_LABEL, "finished_reason"], registry=self._registry)
-            for name in ("smcjax_requests_answered", "vllm:request_success")
-        ]
+
+        def seconds(ours: str, theirs: str, text: str) -> list[Histogram]:
+            names = (f"smcjax_{ours}", f"vllm:{theirs}")
+            return [Histogram(name, text, [_LABEL], registry=self._registry, buckets=_SECONDS) for name in names]
+
+        def counts(ours: str, theirs: str, text: str, *labels: str) -> list[Counter]:
+            names = (f"smcjax_{ours}", f"vllm:{theirs}")
+            return [Counter(name, text, [_LABEL, *labels], registry=self._registry) for name in names]
+
+        first = "time_to_first_token_seconds"
+        self._first = seconds(first, first, "Until the first token that is certain")
+        self._whole = seconds("request_seconds", "e2e_request_latency_seconds", "From a request's arrival to its end")
+        self._prompt_tokens = counts("prompt_tokens", "prompt_tokens", "Tokens of prompts")
+        answered = "Requests that were answered"
+        self._endings = counts("requests_answered", "request_success", answered, "finished_reason")
 
     def first_token(self, model: VirtualModel, seconds: float) -> None:
         """Counts a request whose first token has come."""
-        for histogram in self._histograms["first"]:
+        for histogram in self._first:
             histogram.labels(model.name).observe(seconds)
 
     def ended(self, model: VirtualModel, output: RequestOutput, seconds: float) -> None:
         """Counts a request that has ended."""
-        for histogram in self._histograms["whole"]:
+        for histogram in self._whole:
             histogram.labels(model.name).observe(seconds)
         for counter in self._prompt_tokens:
             counter.labels(model.name).inc(len(output.prompt_token_ids))

@@ -32,12 +32,8 @@ def rules_of_schema(schema: object, most_states: int) -> dict[str, Part]:
     """
     for part in schemas_within(schema):
         name = part.get("$id")
-        if (
-            part is not schema
-            and isinstance(name, str)
-            and not name.startswith("#")
-            and any("$ref" in one for one in schemas_within(part))
-        ):
+        is_own = part is not schema and isinstance(name, str) and not name.startswith("#")
+        if is_own and any("$ref" in one for one in schemas_within(part)):
             raise Refusal(
                 f"has the $id {short(name)} within it, below which references mean another schema; leave it out"
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from smcjax.checks import short
+from smcjax.checks import is_number, short
 from smcjax.structured.byte_automata import Empty, Refusal
 from smcjax.structured.formats import FORMATS, FREE, REAL, WHOLE
 from smcjax.structured.json_numbers import Numbers, decimal_of
@@ -129,7 +130,7 @@ class OwnKeywords:
         divisor = self._schema.get("multipleOf")
         if divisor is None:
             return made
-        if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor <= MAX_DIVISOR:
+        if not is_number(divisor, 0, MAX_DIVISOR) or not divisor:
             raise self._refuse("multipleOf", f"give a number of at most {MAX_DIVISOR}")
         exact = Fraction(repr(divisor))
         if exact.denominator not in (1, 2, 4, 8):
@@ -142,7 +143,7 @@ class OwnKeywords:
         given = self._schema.get(name)
         if given is None:
             return None
-        if isinstance(given, bool) or not isinstance(given, int | float):
+        if not is_number(given, -math.inf):
             raise self._refuse(name, "give a number")
         return decimal_of(given)
 
@@ -150,9 +151,7 @@ class OwnKeywords:
         found = []
         for name in (low, high):
             given = self._schema.get(name)
-            if given is not None and (
-                isinstance(given, bool) or not isinstance(given, int | float) or given % 1 or given < 0
-            ):
+            if given is not None and (not is_number(given, 0) or given % 1):
                 raise self._refuse(name, "give a count")
             found.append(None if given is None else int(given))
         least, most = found[0] or 0, found[1]

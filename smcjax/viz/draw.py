@@ -283,11 +283,8 @@ def _tree(axes: Axes, trace: TraceFile) -> None:
     if DEAD in kinds:
         entries.append(Line2D([], [], color=FAINT, lw=1.4, label="died out"))
     if ended:
-        entries.append(
-            Line2D(
-                [], [], color=TRUNK, marker="o", mfc="white", mew=1.5, ms=5.5, lw=1.6, ls=(0, (1, 1.4)), label="ended"
-            )
-        )
+        ring: Any = {"marker": "o", "mfc": "white", "mew": 1.5, "ms": 5.5}
+        entries.append(Line2D([], [], color=TRUNK, lw=1.6, ls=(0, (1, 1.4)), label="ended", **ring))
     if len(marks):
         entries.append(Line2D([], [], color=INK, marker="v", ms=5, mew=0, lw=0, label="resampled"))
     axes.legend(handles=entries, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, borderaxespad=0,

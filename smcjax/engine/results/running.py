@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,8 @@ from smcjax.decoding.decoder import CycleHistory, Decoder
 from smcjax.decoding.scores import Scores
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.results.cycles import first_cycle, later_cycle
-from smcjax.engine.results.outputs import Cycle, StreamChunk
-from smcjax.engine.results.scores import Scored, prompt_scores, scores_along
+from smcjax.engine.results.outputs import Cycle, StreamChunk, TokenLogprob
+from smcjax.engine.results.scores import Scored, entry_at, prompt_scores
 from smcjax.engine.results.steering import Steering
 from smcjax.engine.results.stopping import StopStrings
 from smcjax.engine.results.streaming import StablePrefixStream
@@ -104,19 +105,29 @@ class Running:
         return self.stops.advance(*self._rows_of(value))
 
     def scores(self, row: int, begin: int, end: int) -> Scored | None:
-        """The scores of tokens `begin` … `end − 1` of the answer that `row` has now; None without log-probabilities."""
+        """The scores of tokens `begin` … `end − 1` of the answer that `row` has now; None without log-probabilities.
+
+        A row's tokens are those of its ancestors: the last cycle's block lies in the row that it was a copy of after
+        that cycle (or in its own, where copies are made before a cycle's tokens), the block before in that one's
+        ancestor, and so on back to the first token. So are their log-probabilities.
+        """
         if self.first is None:
             return None
-        return scores_along(
-            row,
-            begin,
-            end,
-            first=self.first,
-            infos=self.infos,
-            decoder=self.decoder,
-            prompt_length=len(self.request.token_ids),
-            count=self.request.params.logprobs or 0,
-        )
+        prompt_length, count = len(self.request.token_ids), self.request.params.logprobs or 0
+        found: deque[tuple[float, list[TokenLogprob]]] = deque()
+        for cycle in range(len(self.infos) - 1, -1, -1):
+            info = self.infos[cycle]
+            source = int(self.decoder.rows_after(info).ancestors[row])
+            before = 1 if cycle == 0 else int(self.infos[cycle - 1].length[source]) - prompt_length
+            after = int(info.length[row]) - prompt_length
+            for position in range(min(after, end) - 1, max(before, begin) - 1, -1):
+                found.appendleft(entry_at(info.scores, (source, position - before), count))
+            row = source
+            if before <= begin:
+                break
+        if begin == 0 < end:
+            found.appendleft(entry_at(self.first, (row,), count))
+        return Scored.of(found)
 
     def prompt_fields(self) -> dict[str, Any]:
         """The prompt's log-probabilities as fields of outputs and chunks; none before all of it is read."""

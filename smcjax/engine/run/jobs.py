@@ -105,9 +105,8 @@ class BatchJobs:
         cached, marked = (jax.ShapeDtypeStruct((self.num_pages - 1,), dtype) for dtype in (jnp.int32, jnp.bool_))
         cache_slots = jax.ShapeDtypeStruct((size, self.program.max_pages), jnp.int32)
         vocab_size = program.target.vocab_size
-        arrays = abstract(
-            dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
-        )
+        empty = Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size)
+        arrays = abstract(dataclasses.asdict(empty))
 
         inputs = BatchInputs.shapes(program, size)
         with_values = inputs

@@ -170,10 +170,8 @@ def choose_num_pages(
     if gpu is None:
         available = min(free, max(CPU_KV_BYTES // devices, page_bytes * (largest_request + 1)))
     else:
-        available = int(
-            (1.0 if num_pages is None else num_pages)
-            * (min(int(gpu * gpu_memory_utilization), gpu - scores_bytes) - held)
-        )
+        share = 1.0 if num_pages is None else num_pages
+        available = int(share * (min(int(gpu * gpu_memory_utilization), gpu - scores_bytes) - held))
     affordable = available // page_bytes - 1
     if affordable < largest_request:
         fewer = "max_model_len" if rows_argument is None else f"max_model_len or {rows_argument}"

@@ -252,15 +252,10 @@ def _require_memory(what: str, executables: Iterable[Any], programs: Programs) -
     for executable in executables:
         sizes = executable.memory_analysis()
         if sizes is not None:  # a backend need not know
-            held = (
-                programs.workspace_bytes
-                + sizes.argument_size_in_bytes
-                + sizes.output_size_in_bytes
-                - sizes.alias_size_in_bytes
-            )
+            held = programs.workspace_bytes + sizes.argument_size_in_bytes
+            held += sizes.output_size_in_bytes - sizes.alias_size_in_bytes
             scratch = max(scratch, sizes.temp_size_in_bytes)
-            if held + sizes.temp_size_in_bytes > needed:
-                needed, held_then = held + sizes.temp_size_in_bytes, held
+            needed, held_then = max((needed, held_then), (held + sizes.temp_size_in_bytes, held))
     limit = device_memory()
     if needed > limit:
         raise ValueError(
