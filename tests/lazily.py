@@ -55,7 +55,7 @@ class Later:
     @classmethod
     def none_is_left(cls, of: programs.Programs) -> None:
         """Compiles all of these that wait."""
-        for later in of._executables.values():
+        for later in of.values():
             if isinstance(later, Later):
                 later.executable()
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from smcjax.bench.latency import Followed, arrivals, figures_of, median_and_p99
+from smcjax.bench.latency import Followed, arrivals, cells_of, figures_of
 from smcjax.markdown import table
 from smcjax.tasks.questions import questions
 
@@ -169,14 +169,6 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     heads += ["TTFT, ms: median, p99", "between chunks", "whole request"]
     rows = []
     for one in results:
-        pairs = (median_and_p99(one, name) for name in ("ttft", "itl", "e2el"))
-        cells = (
-            one["model"],
-            f"{one['request_rate']}",
-            f"{one['completed']} of {one['num_prompts']}",
-            f"{one['request_throughput']:.2f}",
-            f"{one['output_throughput']:,.0f}",
-            *pairs,
-        )
-        rows.append(cells)
+        completed = f"{one['completed']} of {one['num_prompts']}"
+        rows.append([one["model"], one["request_rate"], completed, *cells_of(one, "ttft", "itl", "e2el")])
     return table(heads, rows)

@@ -65,21 +65,19 @@ def latencies(samples: Mapping[str, Sequence[float]]) -> dict[str, float | None]
 
     Such are gaps between chunks where every answer came in one.
     """
+    statistics: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
+    statistics |= {f"p{p}": functools.partial(np.percentile, q=p) for p in PERCENTILES}
     result: dict[str, float | None] = {}
     for name, seconds in samples.items():
         ms = 1e3 * np.array(seconds)
-        numbers: dict[str, Callable[[], Any]] = {
-            "mean": ms.mean,
-            "median": functools.partial(np.median, ms),
-            "std": ms.std,
-        }
-        numbers |= {f"p{p}": functools.partial(np.percentile, ms, p) for p in PERCENTILES}
-        result |= {f"{of}_{name}_ms": float(number()) if seconds else None for of, number in numbers.items()}
+        result |= {f"{of}_{name}_ms": float(number(ms)) if seconds else None for of, number in statistics.items()}
     return result
 
 
-def median_and_p99(figures: Mapping[str, Any], name: str) -> str:
-    """A cell of a table: two of the figures of `latencies` under one name, in ms."""
-    if figures[f"p99_{name}_ms"] is None:
-        return "–"
-    return f"{figures[f'median_{name}_ms']:,.0f}, {figures[f'p99_{name}_ms']:,.0f}"
+def cells_of(figures: Mapping[str, Any], *names: str) -> list[str]:
+    """Cells of a table: requests and tokens a second, then the median and 99th percentile under each name, in ms."""
+    cells = [f"{figures['request_throughput']:.2f}", f"{figures['output_throughput']:,.0f}"]
+    for name in names:
+        median, p99 = figures[f"median_{name}_ms"], figures[f"p99_{name}_ms"]
+        cells.append("–" if p99 is None else f"{median:,.0f}, {p99:,.0f}")
+    return cells

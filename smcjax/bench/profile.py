@@ -35,6 +35,7 @@ from smcjax.engine.run.memory import buckets
 from smcjax.planner import Cell, Counted, Measured, Profile
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds that pass, and those of this process's cores
+_SAID_OF_PLAN = ("max_tokens", "temperature", "seed", "cycles", "windows", "clock")  # in a profile's settings
 WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then record the graph
 
 
@@ -154,12 +155,7 @@ class Profiler:
                 "page_size": self._own["page_size"],
                 "implementation": self._base._implementation,
                 "prompts": len(prompts),
-                "max_tokens": self.plan.max_tokens,
-                "temperature": self.plan.temperature,
-                "seed": self.plan.seed,
-                "cycles": self.plan.cycles,
-                "windows": self.plan.windows,
-                "clock": self.plan.clock,
+                **{name: getattr(self.plan, name) for name in _SAID_OF_PLAN},
             },
             left_out=tuple(left_out),
         )

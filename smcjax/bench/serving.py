@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from smcjax.bench.latency import Followed, arrivals, figures_of, median_and_p99
+from smcjax.bench.latency import Followed, arrivals, cells_of, figures_of
 from smcjax.bench.models import Models
 from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
@@ -164,14 +164,5 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     """A row a load."""
     heads = ["requests/s asked", "requests/s", "output tok/s"]
     heads += ["TTFT, ms: median, p99", "first cycle", "between chunks", "queue", "whole request"]
-    rows = []
-    for one in results:
-        pairs = (median_and_p99(one, name) for name in ("ttft", "first_cycle", "itl", "queue", "e2el"))
-        cells = (
-            f"{one['request_rate']}",
-            f"{one['request_throughput']:.2f}",
-            f"{one['output_throughput']:,.0f}",
-            *pairs,
-        )
-        rows.append(cells)
-    return table(heads, rows)
+    names = ("ttft", "first_cycle", "itl", "queue", "e2el")
+    return table(heads, ([one["request_rate"], *cells_of(one, *names)] for one in results))

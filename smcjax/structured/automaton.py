@@ -82,16 +82,7 @@ class Automata:
         found = self._found(key)
         if found is None:
             with self._compiling:
-                found = self._found(key)
-                if found is None:
-                    try:
-                        spelled = [b"" if id in key[1] else token for id, token in enumerate(tokens)]
-                        found = compile_expression(expression, spelled)
-                    except Undecided:
-                        raise
-                    except ValueError as error:
-                        found = str(error)
-                    self._keep(key, found)
+                found = self._found(key) or self._made(key, tokens)
         if isinstance(found, str):
             raise ValueError(found)
         return found
@@ -121,11 +112,21 @@ class Automata:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
-    def _keep(self, key: tuple[Expression, frozenset[int]], made: Automaton | str) -> None:
+    def _made(self, key: tuple[Expression, frozenset[int]], tokens: Sequence[bytes]) -> Automaton | str:
+        """Compiles, and keeps what comes of it: the automaton, or why there is none for good."""
+        expression, stops = key
+        try:
+            spelled = [b"" if id in stops else token for id, token in enumerate(tokens)]
+            made: Automaton | str = compile_expression(expression, spelled)
+        except Undecided:
+            raise
+        except ValueError as error:
+            made = str(error)
         with self._lock:
             self._kept[key] = made
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
+        return made
 
 
 @lru_cache(KEPT)

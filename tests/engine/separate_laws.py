@@ -95,11 +95,11 @@ def shards(params: Any) -> list[Any]:
 
 def test_control_devices_must_be_told(pair: tuple[str, str], two: LLM, patch_programs: Any) -> None:
     """Without a word of the results devices would go apart. Programs but a cycle's are those of `two`."""
-    want, executables = asked(two), two.engine.runner.programs._executables
+    want, executables = asked(two), two.engine.runner.programs
     patch_programs(disaggregation, "_sum_over_devices", lambda results, axis: results)
     with of(pair, **FEW_PAGES) as deaf:
         others = {key: executable for key, executable in executables.items() if key[-1] != "step"}
-        deaf.engine.runner.programs._executables.update(others)
+        deaf.engine.runner.programs.update(others)
         assert asked(deaf) != want
         with pytest.raises(AssertionError):
             integers_alike(deaf)

@@ -103,7 +103,7 @@ def uncontrolled(pair: Pair, llm: LLM) -> Iterator[LLM]:
 
 def controlled_programs(llm: LLM) -> int:
     """Compiled decoding steps that can reject drafts."""
-    executables = llm.engine.runner.programs._executables
+    executables = llm.engine.runner.programs
     return sum(key[-1] == "step" and key[0].ragged for key in executables)
 
 

@@ -33,7 +33,6 @@ def prompt_scores(chunks: Sequence[Scores], prompt_length: int, count: int) -> S
 
 def entry_at(scores: Scores, place: tuple[int, ...], count: int) -> tuple[float, list[TokenLogprob]]:
     """The entry at one place; tokens that are impossible there are not among the likeliest."""
-    tokens, logprobs = scores.likeliest[place][:count], scores.likeliest_logprobs[place][:count]
-    possible = ~np.isneginf(logprobs)
-    top = [TokenLogprob(int(token), float(value)) for token, value in zip(tokens, logprobs, strict=True)]
-    return float(scores.logprobs[place]), [one for one, may in zip(top, possible, strict=True) if may]
+    likeliest = zip(scores.likeliest[place][:count], scores.likeliest_logprobs[place][:count], strict=True)
+    top = [TokenLogprob(int(token), float(value)) for token, value in likeliest if not np.isneginf(value)]
+    return float(scores.logprobs[place]), top

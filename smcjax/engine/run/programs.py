@@ -110,7 +110,7 @@ def _prune(directory: Path, limit: int) -> None:
         excess -= size
 
 
-class Programs:
+class Programs(dict[Hashable, Any]):
     """Executables by key. Calling one never compiles; `compile` does, and says so.
 
     Executables are shared with other `Programs` of the process where jobs have the same identity. `workspace_bytes` are
@@ -119,19 +119,10 @@ class Programs:
     """
 
     def __init__(self, workspace_bytes: int = 0, sizes: str = "max_num_seqs or max_model_len") -> None:
+        super().__init__()
         self.workspace_bytes, self.sizes = workspace_bytes, sizes
-        self._executables: dict[Hashable, Any] = {}
         self.seconds = 0.0
         self.scratch_bytes = 0  # temporaries of the program that needs most; one runs at a time
-
-    def __len__(self) -> int:
-        return len(self._executables)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._executables
-
-    def __getitem__(self, key: Hashable) -> Callable[..., Any]:
-        return self._executables[key]
 
     def compile(self, what: str, jobs: Mapping[Any, Job], progress: Progress | None = None) -> None:
         """Compiles what is missing of `jobs`, and calls `progress(done, of)` before all and after each of them.
@@ -142,7 +133,7 @@ class Programs:
         compile_together([Wanted(self, what, jobs)], progress)
 
     def _keep(self, what: str, made: Mapping[Any, Any], scratch: int, seconds: float) -> None:
-        self._executables.update(made)
+        self.update(made)
         self.scratch_bytes = max(self.scratch_bytes, scratch)
         self.seconds += seconds
         logger.info("Compiled %s: %d programs in %.1f s, scratch %.2f GiB.", what, len(made), seconds, scratch / 2**30)

@@ -5,9 +5,8 @@ import { History } from "./history.js";
 import { Overview } from "./overview.js";
 import { fromEvents, read, take, written } from "./stored.js";
 import { Tree } from "./tree.js";
-import { chosen, figure, groups, showFacts, showTexts } from "./view.js";
+import { at, chosen, figure, groups, showFacts, showTexts } from "./view.js";
 
-const at = (id) => document.getElementById(id);
 const tree = new Tree(at("scroller"), at("spacer"), at("tree"));
 const overview = new Overview(at("overview"), at("whole"), at("window"), tree);
 const FRAME = 120; // milliseconds of a cycle that is played again

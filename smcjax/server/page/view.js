@@ -2,7 +2,7 @@
 
 const MAX_TEXTS = 24; // in the list; more of them cost time and nobody reads them
 
-const at = (id) => document.getElementById(id);
+export const at = (id) => document.getElementById(id);
 
 /** A number for people; a dash for none. */
 export function figure(value, digits = 2) {
