@@ -35,24 +35,17 @@ def readings(
 
 
 class Switch:
-    """Chooses the reading of each cycle of one batch.
-
-    Args:
-        planner: predicts the time of a cycle.
-        readings: decoders of the planner's profile that give the same tokens.
-        margin, dwell: when a change is made.
+    """Chooses the reading of each cycle of one batch, of decoders of the planner's profile that give the same tokens.
 
     Raises ValueError for decoders whose tokens may differ.
     """
 
-    def __init__(
-        self, planner: Planner, readings: Sequence[Decoding], *, margin: float = MARGIN, dwell: int = DWELL
-    ) -> None:
+    def __init__(self, planner: Planner, readings: Sequence[Decoding]) -> None:
         for one in readings[1:]:
             if not same_tokens(one, readings[0]):
                 raise ValueError(f"readings must give the same tokens, got {readings[0]} and {one}.")
         self.readings = tuple(readings)
-        self._planner, self._margin, self._dwell = planner, margin, dwell
+        self._planner = planner
         self._present: Decoding | None = None  # of the last cycle
         self._since = 0  # cycles since the last change
 
@@ -62,7 +55,7 @@ class Switch:
         best = min(self.readings, key=times.__getitem__)
         if self._present is None:
             self._present = best
-        elif self._since >= self._dwell and times[self._present] > (1 + self._margin) * times[best]:
+        elif self._since >= DWELL and times[self._present] > (1 + MARGIN) * times[best]:
             self._present, self._since = best, 0
         self._since += 1
         return self._present

@@ -43,7 +43,6 @@ class TraceFile:
     texts: list[str] | None  # [N]
     selected: int  # the row that answered
     log_evidence: float
-    version: int = VERSION
 
     @property
     def cycles(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from smcjax.decoders import Autoregressive, Decoding, Rejection
-from smcjax.planner import Planner, Switch
+from smcjax.planner import Planner, Switch, switch
 from smcjax.planner.switch import DWELL, MARGIN, readings
 from smcjax.sparse.verification import SparseVerification
 from tests.planner.tables import ALONE, LOADS, Machine
@@ -29,8 +29,8 @@ def machines(draw: st.DrawFn) -> Machine:
     return Machine({one: (draw(streams), draw(slots)) for one in READINGS}, 0.5)
 
 
-def run(switch: Switch, loads: Sequence[int]) -> list[Decoding]:
-    return [switch.choose(load, 1024) for load in loads]
+def run(chooses: Switch, loads: Sequence[int]) -> list[Decoding]:
+    return [chooses.choose(load, 1024) for load in loads]
 
 
 def changes(chosen: list[Decoding]) -> int:
@@ -58,15 +58,18 @@ def test_changes_are_some_cycles_apart(machine: Machine, loads: list[int]) -> No
     assert all(later - earlier >= DWELL for earlier, later in itertools.pairwise(at))
 
 
-def test_it_does_not_flap() -> None:
+def test_it_does_not_flap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a load that goes to and fro; the controls lack the margin or the rest."""
     loads, pair = [1, 4] * 100, READINGS[:2]
     near = Planner(Machine({pair[0]: (5.0, 0.1), pair[1]: (4.85, 0.15)}, 0.5).profile())  # 2% and 1% apart
     assert changes(run(Switch(near, pair), loads)) == 0
-    assert changes(run(Switch(near, pair, margin=0.0), loads)) > 30
+    with monkeypatch.context() as patch:
+        patch.setattr(switch, "MARGIN", 0.0)
+        assert changes(run(Switch(near, pair), loads)) > 30
     apart = Planner(Machine({pair[0]: (5.0, 0.1), pair[1]: (1.0, 2.0)}, 0.5).profile())
     assert changes(run(Switch(apart, pair), loads)) <= len(loads) / DWELL
-    assert changes(run(Switch(apart, pair, dwell=1), loads)) == len(loads) - 1
+    monkeypatch.setattr(switch, "DWELL", 1)
+    assert changes(run(Switch(apart, pair), loads)) == len(loads) - 1
 
 
 @given(machines(), st.booleans())
