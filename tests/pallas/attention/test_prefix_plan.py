@@ -41,13 +41,7 @@ def random_history(rng: np.random.Generator, page_size: int) -> tuple[jax.Array,
     return tuple(jnp.asarray(x, jnp.int32) for x in (table, lengths, num_immutable))
 
 
-@functools.partial(jax.jit, static_argnames=("queries", "page_size", "chunk", "tiles"))
-def plan(
-    table: jax.Array, lengths: jax.Array, num_immutable: jax.Array, queries: int, page_size: int, chunk: int, tiles: int
-) -> Sharing:
-    return find_sharing(
-        table, lengths, num_immutable, rows=ROWS, queries=queries, page_size=page_size, chunk=chunk, tiles=tiles
-    )
+plan = jax.jit(find_sharing, static_argnames=("rows", "queries", "page_size", "chunk", "tiles"))
 
 
 TERMS = [(4, 16, 64, 2), (36, 16, 32, 1), (36, 64, 64, 2), (48, 64, 32, 1)]
@@ -60,7 +54,9 @@ def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: in
     """In each part, each of its rows' slots lies in exactly one task of that row, on the row's own page; what two rows
     both read by chunks or both by pieces is not read twice; of a chunk every slot is immutable for all of its rows."""
     history = random_history(np.random.default_rng(seed), page_size)
-    found = jax.tree.map(np.asarray, plan(*history, queries, page_size, chunk, tiles))
+    found = jax.tree.map(
+        np.asarray, plan(*history, rows=ROWS, queries=queries, page_size=page_size, chunk=chunk, tiles=tiles)
+    )
     table, lengths, num_immutable = map(np.asarray, history)
     span = min(page_size, chunk)
     assert found.piece == span
@@ -110,9 +106,8 @@ def same_tasks(found: Sharing, want: Sharing) -> None:
 def test_the_kernel_finds_the_same() -> None:
     terms = {"rows": ROWS, "queries": 16, "page_size": 16, "chunk": 64, "tiles": 1}
     by_kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms, interpret=plgpu.InterpretGPUParams()))
-    plainly = jax.jit(functools.partial(find_sharing, **terms))
     arguments = random_history(np.random.default_rng(0), 16)
-    same_tasks(by_kernel(*arguments), plainly(*arguments))
+    same_tasks(by_kernel(*arguments), plan(*arguments, **terms))
 
 
 def wide_history(seed: int, *, groups: int, rows: int, width: int) -> tuple[jax.Array, ...]:
@@ -134,7 +129,7 @@ def test_more_numbers_than_threads() -> None:
     terms = {"rows": 3, "queries": 8, "page_size": 16, "chunk": 64, "tiles": 2}
     table, lengths, _ = wide_history(0, groups=1, rows=3, width=140)
     by_kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms, interpret=plgpu.InterpretGPUParams()))
-    same_tasks(by_kernel(table, lengths, None), find_sharing(table, lengths, None, **terms))
+    same_tasks(by_kernel(table, lengths, None), plan(table, lengths, None, **terms))
 
 
 @pytest.mark.parametrize(("rows", "queries", "tiles"), [(8, 36, 3), (16, 4, 1)])
@@ -175,12 +170,12 @@ def test_a_common_prompt_is_read_once() -> None:
     table[:, 8:13] = np.arange(9, 49).reshape(8, 5)
     lengths = jnp.full(8, 200)
     terms = {"rows": 8, "queries": 4, "page_size": 16, "chunk": 64, "tiles": 2}
-    found = find_sharing(jnp.asarray(table), lengths, lengths - 9, **terms)
+    found = plan(jnp.asarray(table), lengths, lengths - 9, **terms)
     assert found.num_chunks.tolist() == [[2]]
     assert found.chunks[0, 0, :2].tolist() == [[1, 2, 3, 4, 0, 255], [5, 6, 7, 8, 1, 255]]
     assert found.num_pieces.tolist() == [[8 * 5]]
     assert found.pieces[0, 0, :2].tolist() == [[9, 8, 1], [14, 8, 2]]
-    by_pieces = find_sharing(jnp.asarray(table), lengths, None, **terms)
+    by_pieces = plan(jnp.asarray(table), lengths, None, **terms)
     assert by_pieces.num_chunks.tolist() == [[0]]
     assert by_pieces.num_pieces.tolist() == [[8 + 8 * 5]]
     assert by_pieces.pieces[0, 0, :2].tolist() == [[1, 0, 255], [2, 1, 255]]

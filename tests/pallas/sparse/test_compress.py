@@ -69,12 +69,12 @@ class Case(NamedTuple):
         cache = {}
         for name, array in self.kind.cache(self.config).arrays.items():
             entries = array.entries(self.page_size)
-            pages = normal((1 + len(self.starts) * self.table, entries, self.heads, self.dim))
+            pages = np.array(normal((1 + len(self.starts) * self.table, entries, self.heads, self.dim)))
             slots = np.arange(entries) * array.stride
-            for row, length in zip(view.block_table, np.array(self.starts) + self.columns, strict=True):
+            for row, length in zip(np.asarray(view.block_table), np.array(self.starts) + self.columns, strict=True):
                 for place, page in enumerate(row):
-                    pages = pages.at[page, place * self.page_size + slots >= length].set(jnp.nan)
-            cache[name] = pages
+                    pages[page, place * self.page_size + slots >= length] = np.nan
+            cache[name] = jnp.asarray(pages)
         shapes = self.kind.param_shapes(self.config, jnp.bfloat16)
         weights = {name: normal(of.shape, of.shape[-1] ** -0.5) for name, of in shapes.items()}
         angles = functools.partial(rope_angles, Rope(100.0), self.dim)
