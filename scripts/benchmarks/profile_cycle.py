@@ -105,7 +105,7 @@ def profiled(bench: Bench) -> Iterable[Kernel]:
     bench.compile()
     runner = bench.runner
     bench.start()
-    step: Any = runner.programs[runner.program, bench.batch.size, "step"]
+    step: Any = runner.programs[runner.program, bench.case.groups, "step"]
     for _ in range(WARMUP):
         runner.step(runner.program)
     jax.block_until_ready(runner.state)

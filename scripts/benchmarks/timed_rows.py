@@ -147,7 +147,7 @@ class LineBench(Bench):
 
         Reading prompts would give no more than other numbers there, and a program to compile for each row.
         """
-        runner, size = self.runner, self.batch.size
+        runner, size = self.runner, self.case.groups
         runner.take_memory(random_memory)
         runner.resize(size, [-1] * size)
         runner.join(self.batch, {})

@@ -234,14 +234,14 @@ class Bench:
 
     def wanted(self) -> Wanted:
         """The programs that the windows call, to be compiled."""
-        jobs = self.runner.jobs(self.batch.size, self.runner.program)
+        jobs = self.runner.jobs(self.case.groups, self.runner.program)
         called = {key: job for key, job in jobs.items() if key[-1] != "prefill" or key[-3:-1] == self._chunk}
         return Wanted(self.runner.programs, f"for {described(self.case)}", called)
 
     @property
     def _chunk(self) -> tuple[int, int]:
         """Prompts that one program reads together, and tokens of each."""
-        return self.batch.size, self.runner.chunks.together
+        return self.case.groups, self.runner.chunks.together
 
     def compile(self) -> None:
         """Compiles these programs. Raises ValueError where one does not fit, before KV is taken."""

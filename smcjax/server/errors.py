@@ -44,13 +44,8 @@ class APIError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object that says so."""
         usual = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {
-            "message": self.message,
-            "type": _TYPES.get(self.status, usual),
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
+        kind = _TYPES.get(self.status, usual)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         """The HTTP response that says so."""

@@ -128,8 +128,7 @@ class Models:
     @property
     def max_position_embeddings(self) -> int:
         """The longest sequence that every model was made for."""
-        lengths = [config.max_position_embeddings for config in (self.target, self.draft) if config is not None]
-        return min(lengths)
+        return min(config.max_position_embeddings for config in (self.target, self.draft) if config is not None)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -53,8 +53,3 @@ class Batch:
             seed=np.zeros(size, np.uint32),
             present=np.zeros(size, bool),
         )
-
-    @property
-    def size(self) -> int:
-        """G."""
-        return len(self.present)
