@@ -1,13 +1,13 @@
 """Many requests from a file: JSONL in, JSONL out, a line each and in order.
 
 A line of input is an object with "prompt" (text) or "messages" (a conversation, through the chat template), and
-optionally "id" and fields of `SamplingParams`, which go before the command's options. A line of output is
+optionally "id" and the fields of `SamplingParams` in `FIELDS`, which override the command's options. A line of output:
 
     {"id": …, "text": …, "finish_reason": …, "prompt_tokens": …, "generated_tokens": …, "decoding": …,
      "log_evidence": …}
 
-with "id" the line's number where there was none, "log_evidence" where there is a population, and "error" where the
-request failed as it ran.
+with "id" the line's number where there was none, "log_evidence" and perhaps "warning" where there is a population, and
+"error" where the request failed as it ran.
 """
 
 from __future__ import annotations
