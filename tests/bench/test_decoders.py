@@ -12,6 +12,7 @@ from smcjax.bench import decoders
 from smcjax.bench.decoders import DRAFT, TARGET, Contender, contenders, markdown
 from smcjax.cli.commands.bench_engine import USUAL
 from smcjax.cli.main import main
+from smcjax.tasks.questions import LONGEST_ANSWER
 from tests.checkpoints import write_pair
 
 
@@ -44,7 +45,8 @@ def test_contenders_that_verify_alike() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LONGEST_ANSWER, "words", 24)
     pair = write_pair(tmp_path)
     plot, saved = tmp_path / "frontier.svg", tmp_path / "decoders.json"
     small = ["--model", pair.target, "--draft-model", pair.draft, "-n", "2", "--max-num-seqs", "1", "--answers", "2"]
