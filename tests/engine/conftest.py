@@ -97,11 +97,12 @@ def _shared(pair: Pair) -> Iterator[Make]:
             with all_sizes() if all_of_them else one_size():
                 if name in SMC_LLMS:
                     return stack.enter_context(smc_llm(pair, SMC_LLMS[name]))
-                changes: dict[str, Any] = {"draft_model": None, "decoding": Autoregressive()}
+                changes: dict[str, Any] = {"draft_model": None, "decoding": Autoregressive(), "max_num_seqs": 2}
                 if name == "rejecting":
                     changes = {"decoding": Rejection(gamma=3, n_candidates=2)}
-                lanes = 64 if name == "crowd" else 2
-                return stack.enter_context(LLM(**llm_arguments(pair, max_num_seqs=lanes, **changes)))
+                elif name == "crowd":
+                    changes["max_num_seqs"] = 64
+                return stack.enter_context(LLM(**llm_arguments(pair, **changes)))
 
         yield made
 
@@ -152,5 +153,5 @@ def crowd(_named: Callable[[str], LLM]) -> LLM:
 
 @pytest.fixture(scope="module")
 def rejecting(_named: Callable[[str], LLM]) -> LLM:
-    """K = 3, two candidates, two requests at a time; the session's, of the sizes that the file has."""
+    """K = 3, two candidates, four requests at a time; the session's, of the sizes that the file has."""
     return _named("rejecting")
