@@ -169,14 +169,17 @@ def test_without_a_place_for_compiled_programs_they_are_not_kept(tmp_path: Path,
     assert done.stderr == ""
 
 
-def interrupted(command: list[str], moments: list[float]) -> tuple[int, str, float]:
-    """Exit code, stderr and the seconds that it took to end, of Ctrl-C so long after the start.
+def interrupted(command: list[str], moments: list[float], said: str = "") -> tuple[int, str, float]:
+    """Exit code, stderr and the seconds that it took to end, of Ctrl-C so long after the start, or after this line.
 
     The tests themselves may run in the background, where SIGINT is ignored and children inherit that.
     """
     command = ["env", "--default-signal=INT", *command]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
+        while said and process.stdout.readline().strip() not in (said, ""):
+            pass
         for moment in moments:
             time.sleep(moment)
             sent = time.monotonic()
@@ -193,18 +196,19 @@ OUTSIDE = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 
 def test_ctrl_c_ends_what_does_not_return_to_python() -> None:
     """Ctrl-C ends C code that, like XLA's compiler, does not return to Python: here a hash that takes hours."""
-    code, err, seconds = interrupted(quick(OUTSIDE), [2.0, 0.001])
+    code, err, seconds = interrupted(quick(OUTSIDE), [0.3, 0.001], "answer")
     assert (code, err) == (130, "remark\nsmcjax: interrupted\n")
     assert seconds < 2  # 0.1 where nothing else runs
 
 
 HELD = """from smcjax.tokenizer.files import _without_panic_messages
-    with _without_panic_messages(): time.sleep(60)"""
+    with _without_panic_messages(): print("held", flush=True) or time.sleep(60)"""
 
 
 def test_ctrl_c_says_its_word_while_stderr_is_held_back() -> None:
     """As where a tokenizer of a stranger is tried: what it writes to stderr goes to a file until it has ended."""
-    code, err, seconds = interrupted([sys.executable, "-c", "import time\n" + QUICK.format(more=HELD)], [3.0])
+    command = [sys.executable, "-c", "import time\n" + QUICK.format(more=HELD)]
+    code, err, seconds = interrupted(command, [0.1], "held")
     assert (code, err) == (130, "remark\nsmcjax: interrupted\n")
     assert seconds < 2
 
@@ -223,8 +227,8 @@ def test_ctrl_c_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
 
 
 def test_a_background_job_is_not_meant_by_ctrl_c() -> None:
-    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + QUICK.format(more="time.sleep(1)")
-    code, err, _ = interrupted([sys.executable, "-c", "import time\n" + ignored], [0.9])
+    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + QUICK.format(more="time.sleep(0.5)")
+    code, err, _ = interrupted([sys.executable, "-c", "import time\n" + ignored], [0.1], "answer")
     assert (code, err) == (0, "remark\n")
 
 
