@@ -52,8 +52,8 @@ held_back = weakref.WeakKeyDictionary[Engine, np.ndarray]()  # pages that `lend`
 def lend(llm: LLM, pages: int) -> LLM:
     """Returns the same `LLM`, whose engine forgets all, and whose requests have so many pages from now on.
 
-    One that has no more would compile programs of its own. It believes that groups use nothing of their worst case,
-    so that an optimistic one admits whom it can.
+    An engine that is made with so few would compile programs of its own. This one believes that groups use nothing of
+    their worst case, so that it admits whom it can where admission is optimistic.
     """
     engine, runner, scheduler = llm.engine, llm.engine.runner, llm.engine._scheduler
     kept = jnp.arange(runner.num_pages - 1) < runner.num_pages - 1 - pages

@@ -19,7 +19,7 @@ pytest.importorskip("optax")
 import recall_measure
 import train_eagle
 
-STEPS, LENGTH, FIRST = 4, 2048, 1792
+STEPS, LENGTH, FIRST = 4, 1280, 1024
 
 
 @pytest.mark.slow
