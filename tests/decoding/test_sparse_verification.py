@@ -42,6 +42,7 @@ from tests.decoding.test_nsa import (
     pair_of,
     params_of,
     program_of,
+    str_of,
 )
 from tests.helpers import Ask, batch, outputs
 from tests.smc import reference
@@ -106,8 +107,16 @@ def checked(decoding: Any, draft: Any, page_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_the_schedules_model() -> None:
-    checked(Autoregressive(SparseVerification(schedule=2)), None, 4)
+@pytest.mark.parametrize(
+    ("decoding", "draft", "page_size"),
+    [
+        (Autoregressive(SparseVerification(schedule=2)), None, 4),
+        (Rejection(gamma=2, n_candidates=3, sparse=SparseVerification("merged", 4, "dfs", 2)), NSA_DRAFT, 2),
+    ],
+    ids=str_of,
+)
+def test_tokens_are_those_of_the_schedules_model(decoding: Any, draft: Any, page_size: int) -> None:
+    checked(decoding, draft, page_size)
 
 
 @pytest.mark.slow

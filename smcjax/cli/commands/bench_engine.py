@@ -1,7 +1,7 @@
 """`smcjax bench throughput|latency`: the engine under a stream of requests, on random weights.
 
 `smcjax bench engine`: what it costs beside the cycles that it runs. `smcjax bench decoders`: accuracy and speed of
-exact decoders and SMC, on the bundled pair.
+exact decoders and SMC, of one pair.
 """
 
 from __future__ import annotations
