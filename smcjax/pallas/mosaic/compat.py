@@ -40,7 +40,7 @@ def _imported(name: str) -> types.ModuleType:
     lowers, some 300 in a cycle.
     """
     module = importlib.import_module(name)
-    if name == "jax.experimental.pallas.mosaic_gpu":
+    if name == "jax.experimental.pallas.mosaic_gpu" and fa.mgpu_lib is not None:  # None: without JAX's plugin for CUDA
         compiler = fa.mgpu_lib._mosaic_gpu_ext
         compiler._get_ptxas_isa_version = functools.cache(compiler._get_ptxas_isa_version)
     return module
