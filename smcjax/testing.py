@@ -71,6 +71,8 @@ def battery(
             _check_resampler(part, rng)
         else:
             _check_potential(part, rng)
+    if isinstance(part, Resampler):
+        _check_dead(part, rng)
 
 
 # Acceptance.
@@ -209,6 +211,8 @@ def _check_resampler(rule: Resampler, rng: np.random.Generator) -> None:
     for counts in ([4, 14, 14], [0, 20, 12], rng.multinomial(cells // 2, [0.2, 0.3, 0.5]).tolist()):
         weights = jnp.asarray(counts) / (cells // 2)
         offspring = jax.vmap(lambda u, w=weights: rule.offspring(u, w))(grid)
+        whole = offspring.shape == (len(grid), n) and jnp.issubdtype(offspring.dtype, jnp.integer)
+        assert whole, f"offspring must be N integers, got {offspring.dtype} of shape {offspring.shape[1:]}"
         assert (offspring >= 0).all(), "numbers of offspring must not be negative"
         assert (offspring.sum(axis=1) == n).all(), "numbers of offspring must sum to N"
         law = (
@@ -218,6 +222,22 @@ def _check_resampler(rule: Resampler, rng: np.random.Generator) -> None:
         _close(offspring.mean(axis=0), n * weights, law)
         squeezed = jax.vmap(lambda u, w=weights: rule.offspring(0.75 * u, w))(grid)
         _seen(squeezed.mean(axis=0), n * weights, "uniforms that stop at 3/4")
+
+
+def _check_dead(rule: Resampler, rng: np.random.Generator) -> None:
+    """Particles of weight 0 have no offspring in float32, where sums of weights may round below the largest uniform."""
+    populations, n = 256, 16
+    alive = rng.random((populations, n)) < 0.5
+    alive[:, -1], alive[:, 0] = np.arange(populations) % 2, True
+    masses = alive * rng.random((populations, n))
+    weights = jnp.asarray(masses / masses.sum(axis=1, keepdims=True), jnp.float32)
+    for uniform in (np.finfo(np.float32).tiny, 1 - 2.0**-24):
+        uniforms = jnp.full((rule.num_uniforms(n),), uniform, jnp.float32)
+        offspring = jax.vmap(rule.offspring, (None, 0))(uniforms, weights)
+        assert (offspring.sum(axis=1) == n).all(), f"numbers of offspring must sum to N, also by uniforms of {uniform}"
+        drawn = int(jnp.sum(jnp.where(weights > 0, 0, offspring).any(axis=1)))
+        law = "a particle of weight 0 must have no offspring, also where the sum of all weights rounds below a uniform"
+        assert drawn == 0, f"{law}: it had some in {drawn} of {populations} populations by uniforms of {uniform}"
 
 
 # Potential.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from smcjax import TextPotential, smc
-from smcjax.smc.resampling import num_uniforms, offspring
+from smcjax.smc.resampling import num_uniforms, offspring, positions
 from smcjax.testing import battery
 
 
@@ -94,6 +94,23 @@ class Named:
 
     def offspring(self, uniforms: Any, weights: Any) -> Any:
         return offspring(self.name, uniforms, weights)
+
+
+class Clipped(Turned):
+    """A mistake: where the weights' sum rounds below a position, the last particle is taken, even a dead one."""
+
+    def offspring(self, uniforms: Any, weights: Any) -> Any:
+        n = weights.shape[0]
+        reached = jnp.cumsum(weights)[None] <= positions("systematic", uniforms, n)[:, None]
+        found = jnp.minimum(reached.sum(axis=1), n - 1)
+        return jnp.sum(found[None] == jnp.arange(n)[:, None], axis=1)
+
+
+class Fractional(Turned):
+    """A mistake: counts that are no integers."""
+
+    def offspring(self, uniforms: Any, weights: Any) -> Any:
+        return super().offspring(uniforms, weights).astype(float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +206,8 @@ WRONG = [
     (Proud(), "times weight of an emitted token must be the target's"),
     (Halved(1.5), "the mean of every weight over the outcomes must be the weight"),
     (Turned(0.75), "the mean number of offspring must be N·W"),
+    (Clipped(), "a particle of weight 0 must have no offspring"),
+    (Fractional(), "offspring must be N integers, got float"),
     (Whole(), "must not depend on columns outside the answer"),
     (Stale(), "must not depend on columns outside the answer"),
     (Shared(), "must not depend on other rows"),
@@ -220,6 +239,15 @@ def test_what_is_no_part_is_refused() -> None:
         battery(3)
     with pytest.raises(TypeError, match=r"must .*, got <class '.*Turned'>"):
         battery(Turned)
+
+
+def test_a_part_without_its_methods_cannot_be_made() -> None:
+    class Half(smc.Resampler):
+        def num_uniforms(self, n: int) -> int:
+            return 1
+
+    with pytest.raises(TypeError, match="offspring"):
+        Half()  # type: ignore[abstract]
 
 
 def length(prompt: str, texts: list[str]) -> list[float]:

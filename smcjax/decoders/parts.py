@@ -7,6 +7,7 @@ laws that keep SMC unbiased.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Acceptance(Protocol):
     @property
     def suits_any_draft(self) -> bool: ...
 
+    @abstractmethod
     def judge(self, scored: Any) -> Any:
         """Makes the `smcjax.smc.acceptance.NewBlock` of a `smcjax.smc.acceptance.Scored`."""
         ...
@@ -41,6 +43,7 @@ class Ending(Protocol):
     the weight was.
     """
 
+    @abstractmethod
     def outcomes(self, log_weight: Float[Array, "G N"], finished: Bool[Array, "G N"]) -> Any:
         """Makes the `smcjax.smc.ending.Outcomes` for groups of these log weights."""
         ...
@@ -50,12 +53,17 @@ class Ending(Protocol):
 class Resampler(Protocol):
     """Turns uniforms into numbers of offspring whose mean is N·W_i."""
 
+    @abstractmethod
     def num_uniforms(self, n: int) -> int:
         """The number of uniforms that n particles take."""
         ...
 
+    @abstractmethod
     def offspring(self, uniforms: Float[Array, " U"], weights: Float[Array, " N"]) -> Int[Array, " N"]:
-        """Numbers of offspring, of sum N, for normalised weights and uniforms in (0, 1)."""
+        """Numbers of offspring, of sum N, for normalised weights and uniforms in (0, 1); 0 where a weight is 0.
+
+        The sum of float32 weights may be less than a uniform: the last particle may not be taken for it if it weighs 0.
+        """
         ...
 
 
@@ -66,6 +74,7 @@ class Potential(Protocol):
     A potential with an attribute `hidden_size`, the target's E, reads hidden states as well: `Answers.hidden`.
     """
 
+    @abstractmethod
     def log_value(self, answers: Any) -> Float[Array, " R"]:
         """The log of the factor of each row of `smcjax.smc.potential.Answers`, of that row's answer alone.
 

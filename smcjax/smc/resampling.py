@@ -51,11 +51,18 @@ def num_uniforms(method: Method, n: int) -> int:
 def offspring(method: Method, uniforms: Float[Array, " U"], weights: Float[Array, " N"]) -> Int[Array, " N"]:
     """Offspring counts of N candidates, summing to N.
 
-    `weights` are normalised, `uniforms` in [0, 1), U = num_uniforms(method, N).
+    `weights` are normalised, `uniforms` in [0, 1), U = num_uniforms(method, N). Raises ValueError for a part that does
+    not return N integers.
     """
-    if not isinstance(method, str):
-        return method.offspring(uniforms, weights)
     n = weights.shape[0]
+    if not isinstance(method, str):
+        counts = method.offspring(uniforms, weights)
+        if counts.shape != (n,) or not jnp.issubdtype(counts.dtype, jnp.integer):
+            raise ValueError(
+                f"offspring of {method!r} must return integers of shape ({n},), one a particle, got {counts.dtype} of "
+                f"shape {counts.shape}."
+            )
+        return counts
     if method == "residual":
         whole = jnp.floor(n * weights)
         kept, rest = whole.astype(jnp.int32), n * weights - whole

@@ -37,7 +37,7 @@ SMC_OPTIONS: dict[str, list[Any]] = {
     "draft_temperature": [None, 0.8, 1.3],
     "power": [1.0, 0.7, 1.5],
     "ess_threshold": [0.5, 0.0, 1.0],
-    "resampling": ["systematic", "stratified", "multinomial", "residual"],
+    "resampling": list(smc.SCHEMES),
     "select": ["sample", "best"],
     "bonus": [True, False],
     "defer_bonus": [True, False],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +204,7 @@ def test_schemes_in_the_order_of_their_variances(weights: list[float]) -> None:
 
 
 def test_resample_refuses_an_unknown_scheme() -> None:
-    with pytest.raises(ValueError, match="systematic, stratified, multinomial, residual, or a Resampler, got 'other'"):
+    with pytest.raises(ValueError, match=f"{', '.join(smc.SCHEMES)}, or a Resampler, got 'other'"):
         smc.resample(jax.random.key(0), jnp.zeros(3), "other")
     # A scheme that is new, and has no branch yet, is no other one: neither for the reference nor for the kernel.
     with pytest.raises(AssertionError, match="other"):
@@ -210,6 +212,26 @@ def test_resample_refuses_an_unknown_scheme() -> None:
     for method in ("residual", "other"):
         assert not _supports_plan(jnp.zeros(1), jnp.zeros((1, 8)), method=method)
     assert _supports_plan(jnp.zeros(1), jnp.zeros((1, 8)), method="stratified")
+
+
+@dataclasses.dataclass(frozen=True)
+class Returning:
+    """A part of the user's own that returns the same counts whatever the weights."""
+
+    counts: tuple[float, ...]
+
+    def num_uniforms(self, n: int) -> int:
+        return 1
+
+    def offspring(self, uniforms: Any, weights: Any) -> Any:
+        return jnp.asarray(self.counts)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1.0, 1.0, 1.0)], ids=["too few", "no integers"])
+def test_a_parts_counts_are_one_integer_a_particle(counts: tuple[float, ...]) -> None:
+    assert smc.resample(jax.random.key(0), jnp.zeros(3), Returning((3, 0, 0))).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"must return integers of shape \(3,\), one a particle, got "):
+        smc.resample(jax.random.key(0), jnp.zeros(3), Returning(counts))
 
 
 def test_worked_example_of_the_explainer() -> None:
