@@ -46,7 +46,7 @@ def smc_llm(pair: Pair, smc: dict[str, Any] | None = None, **changes: Any) -> LL
 
 
 _allocate = jax.jit(allocate)
-held_back = weakref.WeakKeyDictionary[Engine, np.ndarray]()  # pages that `lend` has lent to nobody
+held_back = weakref.WeakKeyDictionary[Engine, np.ndarray]()  # pages that `lend` keeps from requests
 
 
 def lend(llm: LLM, pages: int) -> LLM:

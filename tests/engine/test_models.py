@@ -41,7 +41,7 @@ def test_sizes_that_differ_by_more_than_padding_are_refused(pair: Pair, tmp_path
 
 
 def test_a_directory_without_tokenizer_works_with_token_ids(pair: Pair, plain: LLM, tmp_path: Path) -> None:
-    """Of a model that is `plain` otherwise, whose programs it shares."""
+    """The model has the sizes of `plain`, whose programs it shares."""
     shutil.copytree(pair.target, path := tmp_path / "target", ignore=shutil.ignore_patterns("tokenizer*"))
     given = llm_arguments(pair, model=path, draft_model=None, decoding=Autoregressive(), max_num_seqs=2)
     with LLM(**given) as llm:  # a Path is as good as text

@@ -33,7 +33,7 @@ def rejecting(pair: Pair, decoding: Rejection, **changes: Any) -> LLM:
 
 @pytest.fixture(scope="module", params=DECODINGS, ids=["two candidates", "tree"])
 def llm(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """Memory for about two of the largest requests, taken by whoever comes; the first one is as the session's."""
+    """Requests are admitted by use into memory for two of the largest; the first decoder is the session's."""
     request.getfixturevalue("rejecting")
     with rejecting(pair, request.param, admission="optimistic") as llm:
         yield lend(llm, 2 * Footprint.of(request.param, PAGE_SIZE).worst_case(1, MAX_MODEL_LEN))

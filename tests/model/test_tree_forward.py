@@ -169,7 +169,7 @@ def test_depth_by_depth_and_what_is_kept(name: str) -> None:
 
 @pytest.mark.slow
 def test_orders_are_all_one() -> None:
-    """Also an order that is none of the three; `dfs` is above."""
+    """This holds for `bfs`, and for an order that is none of the three; `dfs` is above."""
     rows = rows_of("sparse", 2)
     for nodes in (TREE.order("bfs"), (0, 2, 5, 1, 4, 3, 8, 6, 7, 9)):
         assert rows.difference(nodes) < 1e-4

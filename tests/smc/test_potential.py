@@ -247,7 +247,7 @@ def test_values_are_of_the_targets_own_and_telescope_through_forks(config: dict[
 
 
 def test_a_constant_moves_the_evidence_and_nothing_else() -> None:
-    """To 1e-12: the law of answers is that without it."""
+    """The law of answers is that without it, to 1e-12."""
     config = {"n_particles": 2, "gamma": 2, "control": 0.3}
     plain, moved = (enumerated(STOP, {**config, "potentials": one}) for one in ((), (smc.ConstantPotential(0.5),)))
     assert deviation(moved, {x: mass * np.exp(0.5) for x, mass in STOP.outcomes(1.0).items()}) < 1e-12

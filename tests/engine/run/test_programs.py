@@ -181,7 +181,7 @@ def test_a_process_that_has_a_cache_keeps_it(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.slow
 def test_a_step_of_several_rows_leaves_products_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As any program leaves those of float8; int8 weights that XLA multiplies it keeps, and kernels' do not count."""
+    """Any program leaves those of float8, none those of int8 weights alone; what kernels multiply does not count."""
     asked: list[Any] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, options=None: asked.append(options))
     config = SHAPES["tiny-target"]

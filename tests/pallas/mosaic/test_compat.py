@@ -48,7 +48,7 @@ def test_one_module_names_private_parts_of_jax(package: str) -> None:
 
 
 def test_the_version_of_ptxas_is_read_once() -> None:
-    """By all conversions from and to few bits that are lowered."""
+    """All conversions from and to few bits that are lowered share one reading."""
     if fa.mgpu_lib is None:
         pytest.skip("needs JAX's plugin for CUDA")
 
