@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from smcjax.server.errors import CLOSE, APIError, dumps, unavailable
 
@@ -32,6 +33,7 @@ class Connection(HttpToolsProtocol):
         self._idle_since = time.monotonic()
         self._loose = 0  # bytes that have come since the last head, or the last piece of a body
         self._refusal: APIError | None = None
+        self._under_way: deque[RequestResponseCycle] = deque()  # uvicorn itself knows the last of them alone
         self._waits: tuple[float, int] | None = None  # since when the reader has been awaited, for how many bytes
 
     @property
@@ -73,6 +75,7 @@ class Connection(HttpToolsProtocol):
             self._refusal = unavailable(f"{MAX_PIPELINED} requests of this connection wait, the most that may.")
             raise ValueError
         super().on_headers_complete()
+        self._under_way.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Takes a piece of a body."""
@@ -82,7 +85,13 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Waits for the next request."""
         self._idle_since = time.monotonic()
+        self._under_way.popleft()
         super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends every request of the connection."""
+        self._end_requests()
+        super().connection_lost(exc)
 
     def resume_writing(self) -> None:
         """Goes on with a reader that has taken most of what was there."""
@@ -108,13 +117,21 @@ class Connection(HttpToolsProtocol):
     def cut(self) -> None:
         """Ends the connection at once, whatever is under way in it."""
         self.connections.discard(self)
+        self._end_requests()
         self.transport.abort()
+
+    def _end_requests(self) -> None:
+        """Lets the requests under way see that their client has gone: none writes where no connection is left."""
+        for cycle in self._under_way:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def _refuse(self, error: APIError) -> None:
         body = dumps(error.body())
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers, **CLOSE}
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
+        self._end_requests()
         self.transport.write("\r\n".join([*lines, "", body]).encode())
         self.transport.close()
 

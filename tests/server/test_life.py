@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from smcjax import Autoregressive
 from smcjax.engine.run.ready_programs import ReadyPrograms
 from smcjax.engine.run.runner import Runner
+from smcjax.server.connections import MAX_PIPELINED
 from smcjax.server.models import Models, load
 from tests.checkpoints import Pair
 from tests.memory import give_back
@@ -95,6 +98,28 @@ def test_a_client_that_leaves(server: Running, stream: bool, choices: int) -> No
     assert idle(server.llm(), 1.0)
     generated = server.llm().metrics()["generated_tokens"] - before["generated_tokens"]
     assert generated < 90 * choices  # a control: they had not ended
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("behind", [1, MAX_PIPELINED + 1], ids=["closes", "is refused"])
+def test_a_client_that_leaves_with_requests_behind_the_first(
+    server: Running, caplog: pytest.LogCaptureFixture, behind: int
+) -> None:
+    """The first request of its connection ends too, and none of them writes to the connection that is gone."""
+    warm(server)
+    before = server.llm().metrics()
+    head, body = "HTTP/1.1\r\nhost: 127.0.0.1\r\n", json.dumps({**LONG, "stream": True})
+    first = f"POST /v1/completions {head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as client:
+        client.sendall(first.encode())
+        while server.llm().metrics()["num_running"] == 0:
+            time.sleep(0.005)
+        client.sendall(f"GET /health {head}\r\n".encode() * behind)
+        if behind > MAX_PIPELINED:
+            assert b"HTTP/1.1 503" in b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert idle(server.llm(), 1.0)
+    assert server.llm().metrics()["generated_tokens"] - before["generated_tokens"] < 90, "a control: it had not ended"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(("holder", "name", "stream"), [(ReadyPrograms, "of_round", False), (Runner, "prefill", True)])

@@ -1,8 +1,9 @@
-"""A process that asks a server without pause, and prints each wait: of /health, of a process that does nothing else
-(`--idle`), and of a plain request. It imports little, so that it is awake as soon as the machine lets it.
+"""A process that asks a server without pause, and prints each wait: of /health, of a plain request, and of a control
+(`--control`), which computes for `WORK_SECONDS` each time; what it takes beyond these is the machine's doing. The
+process imports little, so that it is awake as soon as the machine lets it.
 
-    python -I -S watcher.py --idle                       listens; prints its port
-    python -I -S watcher.py PORT IDLE_PORT PROMPT        prints "name began seconds status", a line an answer
+    python -I -S watcher.py --control                    listens; prints its port
+    python -I -S watcher.py PORT CONTROL_PORT PROMPT     prints "name began seconds status", a line an answer
 """
 
 import json
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 
+WORK_SECONDS = 0.1  # of a processor
 HEALTH = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
 PLAIN = (
     b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -18,12 +20,15 @@ PLAIN = (
 )
 
 
-def idle() -> None:
-    """Answers whatever comes."""
+def control() -> None:
+    """Answers whatever comes, after some work."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         print(listening.getsockname()[1], flush=True)
         while True:
             client = listening.accept()[0]
+            begin = time.thread_time()
+            while time.thread_time() < begin + WORK_SECONDS:
+                pass
             with client:
                 client.recv(1 << 16)
                 client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -51,11 +56,11 @@ def main() -> None:
     body = json.dumps({"prompt": prompt, "max_tokens": 8, "seed": 1}).encode()
     for name, at, asked, pause in (
         ("health", port, HEALTH, 0.02),
-        ("idle", other, HEALTH, 0.02),
+        ("control", other, HEALTH, 0.4),
         ("plain", port, PLAIN % (len(body), body), 0.05),
     ):
         threading.Thread(target=watch, args=(name, at, asked, pause)).start()
 
 
 if __name__ == "__main__":
-    idle() if sys.argv[1] == "--idle" else main()
+    control() if sys.argv[1] == "--control" else main()
