@@ -1,8 +1,4 @@
-"""`smcjax bench`: measuring. `cycle` and `table` time a decoding step against the roofline, on random weights.
-
-`acceptance` times exact decoders, SMC and the target alone likewise. Their tokens/s depend on how many drafts are
-accepted, which random weights do not tell: it is stated for assumed rates.
-"""
+"""`smcjax bench`: decoding steps, the engine, decoders and a server are timed, most of them on random weights."""
 
 from __future__ import annotations
 
@@ -52,7 +48,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     benchmarks = parser.add_commands("benchmark", "cycle|table|acceptance|throughput|latency|engine|decoders|serve")
 
     cycle = benchmarks.add_parser(
-        "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
+        "cycle",
+        help="one decoding step of LLM.generate, against the roofline",
+        description="Times one decoding step of LLM.generate on random weights, against the roofline.",
     )
     _add_common_options(cycle, cycles=16)
     separate = "two devices: one drafts while the other scores (SMC, pipelined)"
@@ -70,7 +68,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     cycle.set_defaults(run=run_cycle)
 
     table = benchmarks.add_parser(
-        "table", help="contexts, particles, draft lengths, batch sizes: one markdown table", description=__doc__
+        "table",
+        help="contexts, particles, draft lengths, batch sizes: one markdown table",
+        description="Times decoding steps of many sizes on random weights, against the roofline.",
     )
     _add_common_options(table, cycles=12)
     table.add_argument("--contexts", type=LENGTH, nargs="+", default=None, metavar="T", help="256 4096 16384 32768")
@@ -79,7 +79,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     table.set_defaults(run=run_table)
 
     acceptance = benchmarks.add_parser(
-        "acceptance", help="tokens/s of exact decoders over assumed acceptance rates, beside SMC", description=__doc__
+        "acceptance",
+        help="tokens/s of exact decoders over assumed acceptance rates, beside SMC",
+        description="Times exact decoders, SMC and the target alone on random weights. Their tokens/s depend on how "
+        "many drafts are accepted, which random weights do not tell: it is stated for assumed rates.",
     )
     _add_common_options(acceptance, cycles=16, sizes=False)
     acceptance.add_argument(

@@ -1,8 +1,4 @@
-"""`smcjax bench throughput|latency`: the engine under a stream of requests, on random weights.
-
-`smcjax bench engine`: what it costs beside the cycles that it runs. `smcjax bench decoders`: accuracy and speed of
-exact decoders and SMC, of one pair.
-"""
+"""`smcjax bench throughput|latency|engine|decoders`: the engine as a whole is timed, decoders compared on a task."""
 
 from __future__ import annotations
 
@@ -43,17 +39,26 @@ USUAL = (
 
 
 def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
-    throughput = benchmarks.add_parser("throughput", help="requests that come all at once", description=__doc__)
+    serving = "Times the engine, on random weights, with requests that come"
+    throughput = benchmarks.add_parser(
+        "throughput", help="requests that come all at once", description=f"{serving} all at once."
+    )
     _add_serving_options(throughput)
     throughput.set_defaults(run=run_serving, rates=[math.inf], plot=None)
-    latency = benchmarks.add_parser("latency", help="requests that come at given rates", description=__doc__)
+    latency = benchmarks.add_parser(
+        "latency", help="requests that come at given rates", description=f"{serving} at given rates."
+    )
     _add_serving_options(latency)
     rate = above(0, math.inf)
     latency.add_argument("--rates", type=rate, nargs="+", default=[1.0, 2.0, 4.0], metavar="R", help="a second: 1 2 4")
     latency.add_argument("--plot", metavar="FILE", help="latencies over load: .svg, .png or .pdf")
     latency.set_defaults(run=run_serving)
 
-    engine = benchmarks.add_parser("engine", help="the engine's cycles against bare ones", description=__doc__)
+    engine = benchmarks.add_parser(
+        "engine",
+        help="the engine's cycles against bare ones",
+        description="Times what the engine costs beside the cycles that it runs, on random weights.",
+    )
     add_shape_options(engine)
     add_decoding_option(engine)
     engine.add_argument(
@@ -66,7 +71,9 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     engine.set_defaults(run=run_engine)
 
     decoders = benchmarks.add_parser(
-        "decoders", help="accuracy and speed of exact decoders and SMC, of one pair", description=__doc__
+        "decoders",
+        help="accuracy and speed of exact decoders and SMC, of one pair",
+        description="Compares exact decoders and SMC on a task, by accuracy and speed.",
     )
     add_task_options(decoders)
     decoders.add_argument("--model", metavar="MODEL", help="target (default: the pair that knows the task)")
