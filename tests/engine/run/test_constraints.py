@@ -191,7 +191,7 @@ def test_what_is_too_large(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.perf_counter()
     with pytest.raises(ValueError, match="takes more than 1 s"):
         plain.generate(PROMPT, SamplingParams(response_format=asked))
-    assert time.perf_counter() - began < 0.5, "what is refused is kept as well"
+    assert time.perf_counter() - began < 1.0, "what is refused is kept as well"
     monkeypatch.setattr(automaton, "MAX_CELLS", 20)
     with pytest.raises(ValueError, match="31 states and 3 classes of tokens, 93 cells, and 20 are the most,"):
         plain.generate(PROMPT, SamplingParams(response_format={"type": "regex", "regex": "[0-9]{1,29}[a-z]"}))

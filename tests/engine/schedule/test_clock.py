@@ -46,7 +46,7 @@ def test_a_request_does_not_queue_while_programs_compile(pair: Pair, monkeypatch
     compile_all = Runner.compile
 
     def slowly(runner: Runner, *args: Any) -> None:
-        time.sleep(0.4)
+        time.sleep(2.0)
         compile_all(runner, *args)
 
     with LLM(**llm_arguments(pair, draft_model=None, decoding=Autoregressive(), max_num_seqs=1)) as llm:
@@ -60,6 +60,6 @@ def test_a_request_does_not_queue_while_programs_compile(pair: Pair, monkeypatch
         while llm.engine.busy:
             outputs |= {output.request_id: output for output in llm.engine.step()}
     first, second = (outputs[name].metrics for name in names)
-    assert 0 <= first.queue_seconds < 0.3
-    assert 5 <= second.queue_seconds < 5.6 + first.seconds
-    assert first.seconds < 0.3
+    assert 0 <= first.queue_seconds < 1.5
+    assert 5 <= second.queue_seconds < 6.5 + first.seconds
+    assert first.seconds < 1.5
