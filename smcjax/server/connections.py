@@ -12,17 +12,33 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, cast
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from smcjax.server.errors import CLOSE, APIError, dumps, unavailable
 
 MAX_CONNECTIONS = 512  # half of the descriptors that a process has by default
 HEAD_BYTES, HEADERS = 1 << 16, 128  # of a head: a URL and headers, or what stands around the pieces of a body
-MAX_PIPELINED = 16  # requests of a connection that come before the answer to an earlier one
+MAX_PIPELINED = 16  # requests of a connection that come before the answer to an earlier one, of `HEAD_BYTES` in all
 HEAD_SECONDS = 10.0  # from a connection, or the last answer in it, to the whole of the next head
 WRITE_SECONDS = 60.0  # within which a reader takes `WRITE_BYTES` of what is there for it
 WRITE_BYTES = 1 << 16
 MAX_UNREAD = 256 << 20  # bytes of answers that wait for their readers, of all connections but the last answered
+
+
+class _Parser(HttpRequestParser):
+    """Goes on in HTTP/1.1 where a client offers to upgrade, as Java's does: httptools itself leaves the body out."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        try:
+            super().feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            (begin,) = upgrade.args  # of what stands behind the head
+            self.feed_data(self._connection.head_without_upgrade + data[begin:])
 
 
 class Connection(HttpToolsProtocol):
@@ -30,10 +46,13 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         self._idle_since = time.monotonic()
         self._loose = 0  # bytes that have come since the last head, or the last piece of a body
         self._refusal: APIError | None = None
         self._under_way: deque[RequestResponseCycle] = deque()  # uvicorn itself knows the last of them alone
+        self._behind: deque[int] = deque()  # bytes of those of them that wait for an earlier one's answer
         self._waits: tuple[float, int] | None = None  # since when the reader has been awaited, for how many bytes
 
     @property
@@ -45,6 +64,14 @@ class Connection(HttpToolsProtocol):
     def unread(self) -> int:
         """Bytes of answers that the reader has not taken yet."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def head_without_upgrade(self) -> bytes:
+        """The last head, without the protocols that its client offers."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Makes room where there is none."""
@@ -71,21 +98,42 @@ class Connection(HttpToolsProtocol):
         if size > HEAD_BYTES or len(self.headers) > HEADERS:
             self._refusal = _too_large()
             raise ValueError
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._refusal = unavailable(f"{MAX_PIPELINED} requests of this connection wait, the most that may.")
-            raise ValueError
+        if self.parser.should_upgrade():  # `_Parser` reads the head once more, without that
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError
+            return
+        if not self.idle:
+            self._behind.append(size)
+            self._bound_behind()
         super().on_headers_complete()
         self._under_way.append(self.cycle)
+        self.flow.resume_reading()  # uvicorn reads no further now, and would not see that the client leaves
 
     def on_body(self, body: bytes) -> None:
-        """Takes a piece of a body."""
+        """Takes a piece of a body. What is raised here becomes `send_400_response`."""
         self._loose = 0
+        if self._behind:
+            self._behind[-1] += len(body)
+            self._bound_behind()
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Ends a body."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _bound_behind(self) -> None:
+        if len(self._behind) > MAX_PIPELINED or sum(self._behind) > HEAD_BYTES:
+            said = f"{MAX_PIPELINED} requests or {HEAD_BYTES} bytes of this connection wait, the most that may."
+            self._refusal = unavailable(said)
+            raise ValueError
 
     def on_response_complete(self) -> None:
         """Waits for the next request."""
         self._idle_since = time.monotonic()
         self._under_way.popleft()
+        if self._behind:
+            self._behind.popleft()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from smcjax.server.begin import begin
 from smcjax.server.openapi import JSON_OR_EVENTS, body_of
 from smcjax.server.replies.shapes import ChatShapes, CompletionShapes, Shapes
-from smcjax.server.replies.sse import EventStream, whole, with_end
+from smcjax.server.replies.sse import EventStream, answered, with_end
 from smcjax.server.requests.body import parse, read_body
 from smcjax.server.state import Served
 
@@ -39,11 +39,10 @@ def _add(router: APIRouter, served: Served, shapes: Shapes) -> None:
 
         async def reply() -> Response:
             answers = await begin(served, ask, shapes, size)
-            return await answers.reply()
+            if not ask.stream:
+                return await answers.reply()
+            return EventStream(
+                with_end(answers.stream()), answers.close, ping_seconds=settings.ping_seconds, waiting=answers.waiting
+            )
 
-        if not ask.stream:
-            return await whole(request, reply())
-        answers = await begin(served, ask, shapes, size)
-        return EventStream(
-            with_end(answers.stream()), answers.close, ping_seconds=settings.ping_seconds, waiting=answers.waiting
-        )
+        return await answered(request, reply())

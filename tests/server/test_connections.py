@@ -144,3 +144,30 @@ def test_answers_that_readers_leave_are_bounded(models: Models, monkeypatch: pyt
     monkeypatch.setattr(process, "bound_unread", lambda _: seen.set())
     with running(models):
         assert seen.wait(20)
+
+
+@pytest.mark.parametrize("size", [7, 1 << 16])
+def test_an_offer_to_upgrade_is_not_taken(server: Running, caplog: pytest.LogCaptureFixture, size: int) -> None:
+    """Java's client makes one with each request: the body is read all the same, and so are the requests behind it."""
+    body = b'{"prompt": "ab", "max_tokens": 2}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    sent = b"".join(
+        (
+            head + offer + b"content-length: %d\r\n\r\n%s" % (len(body), body),
+            head + offer + b"transfer-encoding: chunked\r\n\r\n5\r\n%s\r\n%x\r\n" % (body[:5], len(body) - 5),
+            body[5:] + b"\r\n0\r\n\r\n",
+            GET + offer + b"\r\n",
+            GET + b"connection: close\r\n\r\n",
+        )
+    )
+    with connect(server) as client:
+        for at in range(0, len(sent), size):
+            client.sendall(sent[at : at + size])
+        said = answer(client)
+    assert said.count(b"HTTP/1.1 200 OK") == said.count(b"HTTP/1.1") == 4
+    assert said.count(b'"completion_tokens":2') == 2
+    assert not caplog.records
+    with connect(server) as client:
+        client.sendall(b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert answer(client).startswith(b"HTTP/1.1 400 ")

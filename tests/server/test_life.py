@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from smcjax import Autoregressive
 from smcjax.engine.run.ready_programs import ReadyPrograms
 from smcjax.engine.run.runner import Runner
-from smcjax.server.connections import MAX_PIPELINED
+from smcjax.server.connections import HEAD_BYTES, MAX_PIPELINED
 from smcjax.server.models import Models, load
 from tests.checkpoints import Pair
 from tests.memory import give_back
@@ -100,26 +100,81 @@ def test_a_client_that_leaves(server: Running, stream: bool, choices: int) -> No
     assert generated < 90 * choices  # a control: they had not ended
 
 
+HEAD = "HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+HEALTH = f"GET /health {HEAD}\r\n"
+
+
+def posted(body: dict[str, Any], *headers: str) -> bytes:
+    """A request in bytes."""
+    text = json.dumps(body)
+    lines = ("content-type: application/json", f"content-length: {len(text)}", *headers)
+    return f"POST /v1/completions {HEAD}{''.join(f'{line}\r\n' for line in lines)}\r\n{text}".encode()
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
+
+
 @pytest.mark.usefixtures("slowly")
-@pytest.mark.parametrize("behind", [1, MAX_PIPELINED + 1], ids=["closes", "is refused"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("behind", "refused"),
+    [
+        (HEALTH.encode(), False),
+        (posted({"prompt": "a" * 50_000}), False),
+        (HEALTH.encode() * (MAX_PIPELINED + 1), True),
+        (posted({"prompt": "a" * HEAD_BYTES}), True),
+    ],
+    ids=["one", "a body", "many", "a large body"],
+)
 def test_a_client_that_leaves_with_requests_behind_the_first(
-    server: Running, caplog: pytest.LogCaptureFixture, behind: int
+    server: Running, caplog: pytest.LogCaptureFixture, stream: bool, behind: bytes, refused: bool
 ) -> None:
     """The first request of its connection ends too, and none of them writes to the connection that is gone."""
     warm(server)
     before = server.llm().metrics()
-    head, body = "HTTP/1.1\r\nhost: 127.0.0.1\r\n", json.dumps({**LONG, "stream": True})
-    first = f"POST /v1/completions {head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as client:
-        client.sendall(first.encode())
+    with connect(server) as client:
+        client.sendall(posted({**LONG, "stream": stream}))
         while server.llm().metrics()["num_running"] == 0:
             time.sleep(0.005)
-        client.sendall(f"GET /health {head}\r\n".encode() * behind)
-        if behind > MAX_PIPELINED:
+        client.sendall(behind)
+        if refused:
             assert b"HTTP/1.1 503" in b"".join(iter(lambda: client.recv(1 << 16), b""))
     assert idle(server.llm(), 5.0)
     assert server.llm().metrics()["generated_tokens"] - before["generated_tokens"] < 90, "a control: it had not ended"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_requests_behind_each_other_are_answered_in_order(server: Running) -> None:
+    """However many there are in all, as long as few wait at a time."""
+    warm(server)
+    with connect(server) as client, client.makefile("rb") as answers:
+        client.sendall(posted({**LONG, "max_tokens": 8, "user": "a" * 30_000}) * 2)
+        for _ in range(8):
+            client.sendall(posted({**LONG, "max_tokens": 8, "user": "a" * 30_000}))
+            assert answers.readline().startswith(b"HTTP/1.1 200")
+            (length,) = (
+                int(line[16:]) for line in iter(answers.readline, b"\r\n") if line.startswith(b"content-length: ")
+            )
+            assert json.loads(answers.read(length))["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_while_its_form_waits(server: Running, stream: bool) -> None:
+    """The form is compiled for none, and others find room to wait."""
+    forms, go = server.served.forms, threading.Event()
+    forms._thread.submit(go.wait, 60)
+    try:
+        with connect(server) as client:
+            client.sendall(posted({**LONG, "stream": stream, "guided_regex": "[a-f]{3}" if stream else "[a-g]{3}"}))
+            while not len(forms):
+                time.sleep(0.005)
+        end = time.monotonic() + 5.0
+        while (len(forms) or server.served.in_flight) and time.monotonic() < end:
+            time.sleep(0.005)
+        assert len(forms) == server.served.in_flight == 0
+    finally:
+        go.set()
 
 
 @pytest.mark.parametrize(("holder", "name", "stream"), [(ReadyPrograms, "of_round", False), (Runner, "prefill", True)])

@@ -116,8 +116,8 @@ async def with_end(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[str
     yield DONE
 
 
-async def whole(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """The response of a request that does not stream; it is given up once the client has left."""
+async def answered(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """The response to a request, whole or ready to be streamed; it is given up once the client has left."""
     try:
         return await unless_gone(request.receive, answer)
     except ClientGone:
