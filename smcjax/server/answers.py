@@ -18,6 +18,7 @@ from smcjax.server.models import VirtualModel
 from smcjax.server.replies.events import Record
 from smcjax.server.replies.population import Cycles, end_of, population_of
 from smcjax.server.replies.shapes import Emitted, Shapes
+from smcjax.server.requests.sampling import echo_logprobs
 from smcjax.server.requests.schemas import Ask, StreamOptions
 from smcjax.server.state import Served
 
@@ -54,7 +55,8 @@ class Answers:
                 stream.request.token_ids,
                 ends=ends,
                 echo=echo,
-                prompt_logprobs=ask.prompt_logprobs is not None,
+                echo_logprobs=echo_logprobs(ask),
+                prompt_logprobs=ask.prompt_logprobs,
             )
             for index, (stream, echo) in enumerate(zip(streams, echoes, strict=True))
         ]

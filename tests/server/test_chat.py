@@ -118,13 +118,13 @@ def test_prompt_logprobs_come_in_streams_once_a_choice(text: str) -> None:
         {"5": {"logprob": -0.5, "decoded_token": "5"}, "4": {"logprob": -0.25, "decoded_token": "4"}},
     ]
     for order in ([0, 1, 2], [1, 2]):
-        for asked in (True, False):
+        for asked in (1, None):
             emitted, pieces = Emitted(0, TokenTexts(None), [3, 5], prompt_logprobs=asked), []
             for place in order:
                 pieces += ChatShapes().pieces(emitted, chunks[place])
                 emitted.first = False
             found = [piece["prompt_logprobs"] for piece in pieces if "prompt_logprobs" in piece]
-            assert found == ([expected] if asked else [])
+            assert found == ([] if asked is None else [expected])
             assert "".join(piece["delta"].get("content", "") for piece in pieces) == f"{text}b"
 
 

@@ -69,6 +69,7 @@ def test_choices_are_requests_of_their_own(server: Running, client: openai.OpenA
         ("ab", {"n": 2}),
         (["a", "bc"], {"stop": ["k", "qq", "zx"]}),
         (["a", "bc"], {"temperature": 0.0, "logprobs": 2, "echo": True}),
+        ("ab", {"n": 2, "logprobs": 0, "echo": True, "extra_body": {"prompt_logprobs": 1}}),
     ],
 )
 def test_chunks_make_up_the_reply(client: openai.OpenAI, body: dict[str, Any], prompt: Any) -> None:
@@ -87,7 +88,14 @@ def test_chunks_make_up_the_reply(client: openai.OpenAI, body: dict[str, Any], p
         assert "".join(piece.text for piece in pieces) == choice.text
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
         assert joined([piece.logprobs for piece in pieces]) == joined([choice.logprobs])
+        scores = [piece.prompt_logprobs for piece in pieces if hasattr(piece, "prompt_logprobs")]
+        assert rounded(scores) == rounded([choice.prompt_logprobs] if hasattr(choice, "prompt_logprobs") else [])
         assert not any(stop in choice.text for stop in body.get("stop", ()))
+
+
+def rounded(value: Any) -> Any:
+    """`value` with its numbers rounded as far as two programs agree."""
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 3))
 
 
 def joined(parts: list[Any]) -> tuple[list[str], list[int], list[float], list[list[str]]]:
@@ -214,6 +222,24 @@ def test_prompt_logprobs_by_id(http: httpx.Client) -> None:
     assert entries[0] is None
     assert all(2 <= len(entry) <= 3 for entry in entries[1:])
     assert [next(iter(entry.values()))["decoded_token"] for entry in entries[1:]] == ["b", "c"]
+
+
+def test_two_numbers_of_alternatives_to_the_prompt(http: httpx.Client) -> None:
+    """`echo` has as many as `logprobs` says, in front of the answer, and `prompt_logprobs` its own, by id."""
+    body = {"model": EXACT_NAME, "prompt": "abc", "max_tokens": 1, "echo": True}
+    for logprobs, by_id in ((None, 2), (0, 2), (3, 1), (3, None)):
+        asked = {**body, "logprobs": logprobs, "prompt_logprobs": by_id}
+        choice = http.post("/v1/completions", json=asked).json()["choices"][0]
+        if logprobs is None:
+            assert choice["logprobs"] is None
+        else:
+            tops = choice["logprobs"]["top_logprobs"] or [None, {}, {}, {}]
+            assert tops[0] is None
+            assert [len(top) for top in tops[1:]] == [logprobs] * 3
+            assert len(choice["logprobs"]["tokens"]) == 4
+        assert ("prompt_logprobs" in choice) == (by_id is not None)
+        assert all(by_id <= len(entry) <= by_id + 1 for entry in choice.get("prompt_logprobs", [])[1:])
+        assert len(choice.get("prompt_logprobs", "abc")) == 3
 
 
 def test_a_bias_goes_to_an_exact_decoder_and_decides(server: Running, http: httpx.Client) -> None:

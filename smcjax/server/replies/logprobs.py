@@ -37,6 +37,11 @@ def scored_prompt(part: RequestOutput | StreamChunk, prompt: Sequence[int]) -> l
     return [Scored(*one) for one in zip(prompt, part.prompt_logprobs, tops, strict=True)]
 
 
+def likeliest(tokens: Sequence[Scored], count: int) -> list[Scored]:
+    """The tokens with `count` alternatives each, of as many or more."""
+    return [one._replace(alternatives=one.alternatives and one.alternatives[:count]) for one in tokens]
+
+
 def as_lists(tokens: Iterable[Scored], texts: TokenTexts, begin: int, end: int | None) -> dict[str, Any]:
     """Lists beside each other, as completions have them.
 

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
-from smcjax.server.replies.logprobs import Scored, as_lists, as_objects, by_id, length_of, scored, scored_prompt
+from smcjax.server.replies.logprobs import (
+    Scored,
+    as_lists,
+    as_objects,
+    by_id,
+    length_of,
+    likeliest,
+    scored,
+    scored_prompt,
+)
 from smcjax.server.replies.tokens import TokenTexts
 from smcjax.server.requests.schemas import ChatAsk, CompletionAsk
 
@@ -21,7 +30,8 @@ class Emitted:
     prompt_token_ids: list[int]
     ends: frozenset[int] = frozenset()  # tokens that end an answer, and are no content of it
     echo: str | None = None  # the prompt's text where the request wants it in front of the answer's
-    prompt_logprobs: bool = False  # whether the request asks for these by that name
+    echo_logprobs: int | None = None  # alternatives to each token of that text, of requests with log-probabilities
+    prompt_logprobs: int | None = None  # alternatives to each, of requests that ask for these by that name
     first: bool = True  # nothing has been emitted yet
     length: int = 0  # characters emitted, the prompt's included
     tokens_end: int = 0  # where the text of the next token begins, by the texts of the tokens before it
@@ -31,7 +41,21 @@ class Emitted:
 
     def prompt_field(self, prompt: Sequence[Scored] | None) -> dict[str, Any]:
         """{"prompt_logprobs": …} of a choice whose request asks for these by that name, else {}."""
-        return {"prompt_logprobs": by_id(prompt, self.texts)} if self.prompt_logprobs and prompt is not None else {}
+        if self.prompt_logprobs is None or prompt is None:
+            return {}
+        return {"prompt_logprobs": by_id(likeliest(prompt, self.prompt_logprobs), self.texts)}
+
+    def with_echo(
+        self, tokens: list[Scored] | None, prompt: Sequence[Scored] | None, begin: int
+    ) -> tuple[list[Scored] | None, int]:
+        """The answer's tokens, behind the prompt's where these have log-probabilities too, and where the text begins.
+
+        `begin` is where that of the answer's does.
+        """
+        if self.echo_logprobs is None or prompt is None:
+            return tokens, begin
+        length = sum(length_of(one.token, self.texts) for one in prompt)
+        return [*likeliest(prompt, self.echo_logprobs), *(tokens or ())], max(begin - length, 0)
 
 
 class CompletionShapes:
@@ -46,14 +70,12 @@ class CompletionShapes:
         """The entry of `choices` that is a whole answer."""
         answer, echo = output.outputs[0], emitted.echo or ""
         text = echo + answer.text
-        begin, tokens = len(echo), scored(answer)
         prompt = scored_prompt(output, output.prompt_token_ids)
-        if tokens is not None and emitted.echo is not None and prompt is not None:
-            tokens, begin = [*prompt, *tokens], len(echo) - sum(length_of(one.token, emitted.texts) for one in prompt)
+        tokens, begin = emitted.with_echo(scored(answer), prompt, len(echo))
         return {
             "index": emitted.index,
             "text": text,
-            "logprobs": None if tokens is None else as_lists(tokens, emitted.texts, max(begin, 0), len(text)),
+            "logprobs": None if tokens is None else as_lists(tokens, emitted.texts, begin, len(text)),
             "finish_reason": answer.finish_reason,
             **emitted.prompt_field(prompt),
         }
@@ -61,11 +83,8 @@ class CompletionShapes:
     def pieces(self, emitted: Emitted, chunk: StreamChunk) -> list[dict[str, Any]]:
         """The entry of `choices` that a chunk becomes, the last one with why it is the last. Moves `emitted` on."""
         echo = (emitted.echo or "") if emitted.first else ""
-        text, tokens, begin = echo + chunk.text, scored(chunk), emitted.tokens_end
-        prompt = scored_prompt(chunk, emitted.prompt_token_ids)
-        if tokens is not None and emitted.echo is not None and prompt is not None:
-            tokens = [*prompt, *tokens]
-            begin = max(begin - sum(length_of(one.token, emitted.texts) for one in prompt), 0)
+        text, prompt = echo + chunk.text, scored_prompt(chunk, emitted.prompt_token_ids)
+        tokens, begin = emitted.with_echo(scored(chunk), prompt, emitted.tokens_end)
         ends = chunk.output is not None
         length = emitted.length + len(text)
         piece = {

@@ -31,6 +31,7 @@ def sampling_params(ask: Ask, potentials: Mapping[str, Any] = MappingProxyType({
     `potentials` are those that a request may name.
     """
     logprobs = _logprobs(ask)
+    of_prompt = [count for count in (echo_logprobs(ask), ask.prompt_logprobs) if count is not None]
     given: dict[str, Any] = {
         **{name: getattr(ask, name) for name in _ALIKE},
         "stop": ask.stop or None,
@@ -43,7 +44,7 @@ def sampling_params(ask: Ask, potentials: Mapping[str, Any] = MappingProxyType({
         **{name: value for name, value in given.items() if value is not None},
         max_tokens=_max_tokens(ask),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if isinstance(ask, CompletionAsk) and ask.echo else ask.prompt_logprobs,
+        prompt_logprobs=max(of_prompt, default=None),
     )
 
 
@@ -118,6 +119,11 @@ def _logprobs(ask: Ask) -> int | None:
     if ask.top_logprobs and not ask.logprobs:
         raise APIError(400, "top_logprobs needs logprobs to be true; set it.", param="top_logprobs")
     return (ask.top_logprobs or 0) if ask.logprobs else None
+
+
+def echo_logprobs(ask: Ask) -> int | None:
+    """How many alternatives to each token of the prompt the reply is to hold in front of its answer; None: no such."""
+    return ask.logprobs if isinstance(ask, CompletionAsk) and ask.echo else None
 
 
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

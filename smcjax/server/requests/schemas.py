@@ -78,7 +78,7 @@ class Ask(_Fields):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: dict[str, Any] | None = None
     # The same in vLLM's words, of which a request may have one.
     structured_outputs: dict[str, Any] | None = None
