@@ -60,7 +60,8 @@ def test_page_and_health_are_public(locked: Running) -> None:
 
 
 def preflight(http: httpx.Client, origin: str) -> httpx.Response:
-    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    headers = "authorization,content-type,x-stainless-lang"  # some of those that OpenAI's client for pages sends
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": headers}
     return http.options("/v1/completions", headers={"origin": origin, **asked})
 
 
@@ -72,6 +73,7 @@ def test_origins(locked: Running, http: httpx.Client) -> None:
         allowed = preflight(with_cors, ORIGIN)
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == ORIGIN
+        assert "x-stainless-lang" in allowed.headers["access-control-allow-headers"]
         assert "access-control-allow-origin" not in preflight(with_cors, "https://other.example").headers
         refused = with_cors.get("/v1/models", headers={"origin": ORIGIN})
         assert refused.status_code == 401
