@@ -40,8 +40,12 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.sequences import Requests
 from smcjax.engine.run.programs import CUBLAS_PRODUCTS
 from smcjax.engine.schedule.page_budget import Footprint
+from smcjax.matmul import product_dtypes
+from smcjax.model.config import ModelConfig
 from smcjax.model.folding import folded_shapes
-from smcjax.model.params import param_shapes
+from smcjax.model.params import Params, param_shapes
+from smcjax.model.quantize import quantize_params
+from smcjax.quantization import FLOAT8, QUANTIZATIONS
 from smcjax.sparse.verification import SparseVerification
 
 H200 = """
@@ -87,8 +91,10 @@ def main() -> None:
         program: Any = rejection.Program(Rejection(args.gamma, sparse=sparse), target, NGram(), page_size=128, **how)
     else:
         program = smc.Program(smc.SMC(args.n_particles, args.gamma, control=0), target, draft, **how)
-    shapes = param_shapes if args.implementation == "xla" else folded_shapes
-    params = PairParams(shapes(target, jnp.bfloat16), None if args.sparse else shapes(draft, jnp.bfloat16))
+    params = PairParams(
+        kept(target, args.implementation, args.quantization),
+        None if args.sparse else kept(draft, args.implementation, args.draft_quantization),
+    )
     began = time.perf_counter()
     text = compiled(rejection if args.sparse else smc, program, params, args.requests, args.context)
     print(f"compiled in {time.perf_counter() - began:.1f} s")
@@ -97,6 +103,14 @@ def main() -> None:
     if args.list:
         print(*launches(text[text.index("ENTRY") :]), sep="\n")
     report(text)
+
+
+def kept(config: ModelConfig, implementation: str, quantization: str | None) -> Params:
+    """Describes a model's weights as the engine keeps them."""
+    if quantization is not None:
+        kind = QUANTIZATIONS[quantization]
+        return jax.eval_shape(lambda params: quantize_params(params, kind), param_shapes(config, jnp.bfloat16))
+    return (param_shapes if implementation == "xla" else folded_shapes)(config, jnp.bfloat16)
 
 
 def compiled(decoder: Any, program: Any, params: Any, requests: int, context: int) -> str:
@@ -120,10 +134,11 @@ def compiled(decoder: Any, program: Any, params: Any, requests: int, context: in
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
     step = jax.jit(lambda params, state: decoder.step(program, params, state), donate_argnums=1, out_shardings=sharding)
-    traced = step.trace(placed(params), placed(jax.eval_shape(start)))
-    few = requests * program.rows < 8
-    options = None if few or program.implementation == "xla" else CUBLAS_PRODUCTS  # as `programs.step_job` has it
-    return traced.lower(lowering_platforms=("cuda",)).compile(options).as_text()
+    with product_dtypes() as dtypes:
+        lowered = step.trace(placed(params), placed(jax.eval_shape(start))).lower(lowering_platforms=("cuda",))
+    many = requests * program.rows >= 8 and program.implementation != "xla"
+    cublas = FLOAT8.dtype in dtypes or (many and dtypes <= {"bfloat16"})  # as `programs.step_job` has it
+    return lowered.compile(CUBLAS_PRODUCTS if cublas else None).as_text()
 
 
 def launches(body: str) -> Iterator[str]:

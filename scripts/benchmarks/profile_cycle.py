@@ -53,6 +53,8 @@ def cycle_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--draft-shape", default="llama-3.2-1b", choices=SHAPES)
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
+    parser.add_argument("--draft-quantization", choices=QUANTIZATIONS)
     parser.add_argument("-N", "--n-particles", type=int, default=8)
     parser.add_argument("-K", "--gamma", type=int, default=8)
     parser.add_argument("--requests", type=int, default=1)
@@ -65,8 +67,6 @@ def main() -> None:
     """Profiles a few cycles and prints microseconds a cycle by phase, and by kernel name without its number."""
     parser = cycle_parser(__doc__)
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="auto")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS)
-    parser.add_argument("--draft-quantization", choices=QUANTIZATIONS)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--target-layers", type=int, help="of the target's (all)")
     parser.add_argument("--most", type=int, default=30, help="rows to print")
