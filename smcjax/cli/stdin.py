@@ -8,6 +8,7 @@ import sys
 from smcjax.files import MIB
 
 PROMPT_BYTES = 64 * MIB  # at most; a tokenizer takes minutes for that
+_MARK = "\ufeff"  # with which some editors and shells begin a text, as `read_file` ignores it
 
 
 def require_stdin() -> None:
@@ -29,7 +30,7 @@ def edit_lines() -> None:
 
 
 def read_line() -> str | None:
-    """The next line without the space around it, None at the end of input.
+    """The next line without the space around it or a byte-order mark, None at the end of input.
 
     A terminal is shown "> ": by readline where lines are edited, which must know of it, else on standard error, as all
     that is not an answer.
@@ -38,7 +39,7 @@ def read_line() -> str | None:
     if sys.stdin.isatty() and not edited:
         print("> ", end="", file=sys.stderr, flush=True)
     try:
-        return input("> " if edited else "").strip()
+        return input("> " if edited else "").removeprefix(_MARK).strip()
     except EOFError:
         return None
     except UnicodeDecodeError as error:
@@ -46,10 +47,10 @@ def read_line() -> str | None:
 
 
 def read_stdin(named: str) -> str:
-    """All of standard input. Raises ValueError for what is no text, in a sentence about `named`."""
+    """All of standard input but a byte-order mark. Raises ValueError, about `named`, for what is no text."""
     require_stdin()
     try:
-        return sys.stdin.buffer.read().decode(sys.stdin.encoding)
+        return sys.stdin.buffer.read().decode(sys.stdin.encoding).removeprefix(_MARK)
     except UnicodeDecodeError as error:
         raise _no_text(error, named) from None
 

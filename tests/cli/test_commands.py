@@ -83,8 +83,9 @@ def test_what_a_request_asks_for_is_passed_on(
     assert (one.seed is None) == (command == ["chat"])
 
 
+@pytest.mark.parametrize("mark", ["\ufeff", ""])
 def test_the_prompt_may_come_from_standard_input(
-    smcjax: Command, models: list[str], monkeypatch: pytest.MonkeyPatch
+    smcjax: Command, models: list[str], monkeypatch: pytest.MonkeyPatch, mark: str
 ) -> None:
     asked: list[str] = []
 
@@ -93,7 +94,7 @@ def test_the_prompt_may_come_from_standard_input(
         raise RuntimeError("enough")
 
     monkeypatch.setattr(LLM, "generate_stream", answer)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("né\nhé\n".encode()), encoding="utf-8"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{mark}né\nhé\n".encode()), encoding="utf-8"))
     assert smcjax("generate", "-", *models, *SMALL).err.endswith("smcjax: error: enough\n")
     assert asked == ["né\nhé"]
 

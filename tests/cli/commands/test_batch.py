@@ -58,7 +58,8 @@ def test_results_are_those_of_each_alone_in_order(
 
 
 def test_results_go_to_standard_output(smcjax: Command, models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(jsonl(LINES[0]).encode()), encoding="utf-8"))
+    text = jsonl(LINES[0]).encode("utf-8-sig")  # a byte-order mark is no part of a line
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
     monkeypatch.setattr(history, "ALARM", -1.0)  # so that whatever is answered comes with a warning
     result = smcjax("generate", "--input-file", "-", *models, *SMALL, "--quiet")
     assert (result.code, result.err) == (0, "")

@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
 
 
 def test_every_line_is_answered_with_what_went_before(chat: Chat, asked: list[list[tuple[str, str]]]) -> None:
-    result = chat(b"hi\n\nyes\n")  # an empty line says nothing
+    result = chat("\ufeffhi\n\nyes\n".encode())  # a byte-order mark says nothing, and neither does an empty line
     assert result.code == 0
     lines = result.out.splitlines()
     assert len(lines) == 2
