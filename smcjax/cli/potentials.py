@@ -24,7 +24,7 @@ def imported_potential(told: str, place: str) -> TextPotential | Potential:
 
     Raises ValueError for what cannot be imported, or is no potential.
     """
-    from smcjax.decoders.parts import Potential
+    from smcjax.decoders.parts import Potential, is_part
     from smcjax.decoders.text_potential import TextPotential
 
     module, _, attribute = place.partition(":")
@@ -35,8 +35,8 @@ def imported_potential(told: str, place: str) -> TextPotential | Potential:
         raise ValueError(f"--potential {short(told)} cannot be imported: {error}; mend the name.") from None
     finally:
         sys.path.remove("")
-    if isinstance(value, TextPotential | Potential):
+    if is_part(value, TextPotential | Potential):
         return value
-    if not callable(value):
+    if isinstance(value, type) or not callable(value):
         raise ValueError(f"--potential {short(told)} is {short(value)}; it must be a potential or a function.")
     return TextPotential(value)

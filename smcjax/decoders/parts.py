@@ -8,6 +8,7 @@ laws that keep SMC unbiased.
 from __future__ import annotations
 
 from abc import abstractmethod
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class Potential(Protocol):
         −inf kills a particle. NaN and +inf end its request with an error.
         """
         ...
+
+
+def is_part(value: object, kind: type | UnionType) -> bool:
+    """True for an object that has what `kind` asks for; its class, which has that too, is none."""
+    return isinstance(value, kind) and not isinstance(value, type)
 
 
 def hidden_size_of(potential: Potential) -> int | None:

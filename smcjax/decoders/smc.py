@@ -29,7 +29,7 @@ from smcjax.decoders.base import (
     Speculation,
     in_words,
 )
-from smcjax.decoders.parts import Acceptance, Ending, Potential, Resampler
+from smcjax.decoders.parts import Acceptance, Ending, Potential, Resampler, is_part
 from smcjax.sparse.verification import SparseVerification
 
 Scheme = Literal["systematic", "stratified", "multinomial", "residual"]  # of resampling
@@ -49,11 +49,6 @@ class _Default(float):
 DEFAULT_CONTROL = _Default(0.1)  # what each c gives and costs: docs/explanation/control.md
 
 
-def _is_part(value: object, kind: type) -> bool:
-    """True for an object that has what `kind` asks for; its class, which has that too, is none."""
-    return isinstance(value, kind) and not isinstance(value, type)
-
-
 _RULES = {
     "n_particles": SIZES["n_particles"],
     "gamma": SIZES["gamma"],
@@ -61,14 +56,14 @@ _RULES = {
     "power": number(1e-3, 1e3),
     "ess_threshold": number(0, 1),
     "control": Rule(
-        lambda value: _is_part(value, Acceptance) or is_number(value, 0, 1), "a number from 0 to 1, or an Acceptance"
+        lambda value: is_part(value, Acceptance) or is_number(value, 0, 1), "a number from 0 to 1, or an Acceptance"
     ),
     "resampling": Rule(
-        lambda value: _is_part(value, Resampler) or value in SCHEMES, f"one of {', '.join(SCHEMES)}, or a Resampler"
+        lambda value: is_part(value, Resampler) or value in SCHEMES, f"one of {', '.join(SCHEMES)}, or a Resampler"
     ),
-    "early_end": Rule(lambda value: isinstance(value, bool) or _is_part(value, Ending), "True, False or an Ending"),
+    "early_end": Rule(lambda value: isinstance(value, bool) or is_part(value, Ending), "True, False or an Ending"),
     "potentials": Rule(
-        lambda value: isinstance(value, tuple) and all(_is_part(one, Potential) for one in value),
+        lambda value: isinstance(value, tuple) and all(is_part(one, Potential) for one in value),
         "a tuple of Potentials",
     ),
     "select": either(*SELECTIONS),

@@ -327,6 +327,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (TextPotential, {"score": vowels, "complete": 3}, "complete must be a function"),
     (SamplingParams, {"potentials": [3]}, "potentials must be a list of TextPotentials or smcjax.smc.Potentials, got"),
     (SamplingParams, {"potentials": STEERED}, "potentials must be a list of"),
+    (SamplingParams, {"potentials": [smc.ConstantPotential]}, "potentials must be a list of"),
     (SamplingParams, {"potentials": [smc.ConstantPotential(1.0)] * 2}, "a potential on the device twice"),
 ]
 

@@ -22,7 +22,7 @@ from smcjax.checks import (
     whole,
 )
 from smcjax.decoders import MAX_ALTERNATIVES
-from smcjax.decoders.parts import Potential
+from smcjax.decoders.parts import Potential, is_part
 from smcjax.decoders.text_potential import TextPotential
 from smcjax.structured.response_format import Expression, expression_of
 
@@ -149,7 +149,7 @@ class SamplingParams:
     def _check_potentials(self) -> None:
         """Refuses what is no potential, and device potentials for which no program can be compiled."""
         if not isinstance(self.potentials, list | tuple) or not all(
-            isinstance(one, TextPotential | Potential) for one in self.potentials
+            is_part(one, TextPotential | Potential) for one in self.potentials
         ):
             raise ValueError(
                 f"potentials must be a list of TextPotentials or smcjax.smc.Potentials, got {short(self.potentials)}."

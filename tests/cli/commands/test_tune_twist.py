@@ -60,7 +60,8 @@ def test_what_cannot_be_trained(smcjax: Command, prompts: str, tmp_path: Path, m
 
     assert "--potential must be MODULE:OBJECT, got 'vowels'" in refused("vowels")
     assert "cannot be imported: No module named 'nosuch'" in refused("nosuch:vowels")
-    assert "it must be a potential or a function" in refused(f"{__name__}:PLACE")
+    for neither in (f"{__name__}:PLACE", "smcjax.smc:ConstantPotential"):  # text, and the class of a potential
+        assert "it must be a potential or a function" in refused(neither)
     assert "values beginnings of answers itself, at 2" in refused(f"{__name__}:OWN")
     assert "--draft-model is set and --model is not" in refused(PLACE, "--draft-model", "words-draft")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
