@@ -126,8 +126,8 @@ def is_unicode(text: str) -> bool:
 
 
 def short(value: object) -> str:
-    """repr of a value for an error message, cut to 78 characters where it is longer than 80."""
-    text = repr(_beginning(value, [_SHORT]))
+    """repr of a value for an error message, on one line, cut to 78 characters where it is longer than 80."""
+    text = " ".join(line.strip() for line in repr(_beginning(value, [_SHORT])).splitlines())  # an array's has several
     return text if len(text) <= _SHORT else text[: _SHORT - 3] + "…"
 
 

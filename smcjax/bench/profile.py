@@ -125,7 +125,7 @@ class Profiler:
         if needed > longest:
             raise ValueError(
                 f"contexts of {max(self.plan.contexts)} tokens grow to {needed} while they are timed and the longest "
-                f"sequence is {longest}; lower contexts, windows, cycles or gamma."
+                f"sequence is {longest}; lower contexts, lower windows, lower cycles, or lower gamma."
             )
         return min(longest, max(needed, 2048))
 

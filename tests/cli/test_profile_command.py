@@ -46,6 +46,7 @@ def test_a_profile_is_written_and_read(smcjax: Command, pair: Pair, tmp_path: Pa
         (("--budget", "0"), "must be a number above 0"),
         (("--task", "recall", "--contexts", "128", "2048"), "--contexts must be at least 256, the shortest document"),
         (("--draft-model", "x"), "--draft-model is given and --model is not"),
+        (("--contexts", "500"), "lower --contexts, lower --windows, lower --cycles, or lower gamma."),
     ],
 )
 def test_refusals(smcjax: Command, arguments: tuple[str, ...], said: str) -> None:

@@ -225,7 +225,7 @@ def test_a_bad_prompt_names_its_index_and_nothing_runs(llm: LLM) -> None:
 
 
 def test_prompts_and_parameters_of_another_kind(llm: LLM) -> None:
-    for prompts in (5, None, b"abc", [1, 5, 9], ["a", 5], [["a"]], np.array([1, 2]), ("a", None), {5}):
+    for prompts in (5, None, b"abc", [1, 5, 9], ["a", 5], [["a"]], np.arange(40), ("a", None), {5}):
         assert complaint(lambda prompts=prompts: llm.generate(prompts)).startswith("prompts must be text")
     wrong: list[tuple[Any, str]] = [
         ([SamplingParams()], "has 1 entries for 2 prompts"),
