@@ -56,8 +56,8 @@ def completed_decoder(text: str, **more: Any) -> Written:
         raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
 
 
-def check_output(option: str, path: str) -> None:
-    """Raises ValueError for a file that could not be written once the work is done."""
+def check_output(option: str, path: str, source: str | None = None) -> None:
+    """Raises ValueError for a file that could not be written once the work is done, or is the `source` of that work."""
     directory = os.path.dirname(path) or "."
     if not os.path.basename(path) or os.path.isdir(path):
         raise ValueError(f"{option} must be a file, got the directory {path!r}; add a file name.")
@@ -76,6 +76,8 @@ def check_output(option: str, path: str) -> None:
         raise ValueError(f"{option} must be a file, got {path!r} ({error.strerror}); name another.") from None
     if not kept:
         raise ValueError(f"{option} must be a file, got {path!r}, which is none; name another.")
+    if source is not None and os.path.realpath(source) == os.path.realpath(path):
+        raise ValueError(f"{option} must not be the file that is read, got {path!r}; name another.")
 
 
 def check_models(args: argparse.Namespace) -> None:

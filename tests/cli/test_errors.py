@@ -73,6 +73,8 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--input-file", "x"], "prompt and --input-file are given, each with what to answer; leave one"),
     (["generate", "--input-file", "/no/such/file"], "--input-file /no/such/file cannot be read (No such file"),
     (["generate", "--input-file", "x", "--output-file", "/no/such/place/y"], "--output-file must lie in a directory"),
+    (["generate", "--input-file", __file__, "--output-file", __file__], "--output-file must not be the file that is"),
+    (["profile", "--input-file", __file__, "--output", __file__], "--output must not be the file that is read, got"),
     (["generate", "--input-file", "x", "--trace", "y"], "--trace is of one prompt, got --input-file; leave one of"),
     ([*GENERATE, "--output-file", "x"], "--output-file goes with --input-file, which is not given; leave it out."),
     ([*GENERATE, "--max-num-seqs", "2"], "--max-num-seqs goes with --input-file"),

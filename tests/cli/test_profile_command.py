@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from smcjax.bench.profile import Profiler
 from smcjax.planner import Profile
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command
@@ -53,6 +54,16 @@ def test_refusals(smcjax: Command, arguments: tuple[str, ...], said: str) -> Non
     result = smcjax("profile", *arguments)
     assert result.code == 2
     assert said in result.err
+
+
+def test_the_bundled_pair_has_room_for_the_usual_profile(
+    smcjax: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command without options comes as far as its measurements. Negative control: twice as many cycles do not."""
+    monkeypatch.delattr(Profiler, "measure")
+    path = str(tmp_path / "p.json")
+    assert "has no attribute 'measure'" in smcjax("profile", "-o", path).err
+    assert "while they are timed" in smcjax("profile", "-o", path, "--cycles", "20").err
 
 
 def test_a_profile_is_for_auto(smcjax: Command) -> None:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--trace needs a population, got --decoding {name}; leave one of them out.")
         check_output("--trace", args.trace)
     if args.output_file is not None:
-        check_output("--output-file", args.output_file)
+        check_output("--output-file", args.output_file, args.input_file)
     decoding = decoding_from(args, trace=args.trace is not None)
     # Requests of a file have seeds that follow one another, unless they bring their own.
     seed = args.seed if args.input_file is None else None

@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "K = 2, 4, 8)",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--cycles", type=CYCLES, default=16, help="timed cycles of a window (16)")
+    how.add_argument("--cycles", type=CYCLES, default=10, help="timed cycles of a window (10)")
     how.add_argument("--windows", type=whole(1, 1000), default=3, help="windows, of which times are the median (3)")
     how.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of this process's cores, where others use them"
@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes the file, and prints its tables."""
-    check_output("--output", args.output)
+    check_output("--output", args.output, args.input_file)
     given = _prompts_given(args)
     contexts = args.contexts or [2048 if args.task == "recall" else 128]
     if args.task == "recall" and not given:
