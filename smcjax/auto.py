@@ -173,7 +173,7 @@ class Auto:
         law = law_of(Rejection(sparse=self.sparse))
         of_law = (one.decoding for one in profile.strategies if one.law == law)
         suiting = [one for one in of_law if self._suits(one, has_draft)]
-        if not suiting:
+        if not suiting or (self.gamma is not None and not any(one.drafts for one in suiting)):
             drafts = "" if self.gamma is None else f" with gamma {self.gamma}"
             raise ValueError(
                 f"profile has no strategy of the law {law!r}{drafts} that this LLM can use; measure one by smcjax "

@@ -179,8 +179,9 @@ def test_what_no_profile_answers() -> None:
     made = profile(measured(Rejection(4), {1: 1.0}))
     with pytest.raises(ValueError, match=r"^profile chooses among exact decoders, and a population is asked for"):
         Auto(evidence=True).candidates(made, has_draft=True)
-    with pytest.raises(ValueError, match=r"^profile has no strategy of the law 'exact' with gamma 3 that"):
-        Auto(gamma=3).candidates(made, has_draft=True)
+    for one in (made, profile(measured(Autoregressive(), {1: 1.0}), *made.strategies)):  # as smcjax profile measures
+        with pytest.raises(ValueError, match=r"^profile has no strategy of the law 'exact' with gamma 3 that"):
+            Auto(gamma=3).candidates(one, has_draft=True)
     with pytest.raises(ValueError, match=r"^profile has no strategy of the law 'exact' that this LLM can use"):
         Auto().candidates(made, has_draft=False)
 
