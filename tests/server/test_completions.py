@@ -216,6 +216,25 @@ def test_echo_scores_the_prompt(server: Running, client: openai.OpenAI) -> None:
     assert choice.logprobs.text_offset[-1] == shown == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_does_not_show_special_tokens(server: Running, http: httpx.Client, stream: bool) -> None:
+    """As one that begins each prompt: they take no place in the text, so that all others stand where they are."""
+    tokenizer = server.llm().tokenizer
+    assert tokenizer is not None
+    (special, *_), plain = tokenizer.special_tokens.values(), tokenizer.encode("ab")
+    asked = {"model": EXACT_NAME, "prompt": [special, *plain], "max_tokens": 3, "ignore_eos": True, "seed": 1}
+    asked |= {"echo": True, "logprobs": 0, "stream": stream}
+    response = http.post("/v1/completions", json=asked)
+    replies = [json.loads(one) for one in events_of(response)[:-1]] if stream else [response.json()]
+    choices = [reply["choices"][0] for reply in replies]
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+    text, tokens = "".join(choice["text"] for choice in choices), [one for part in parts for one in part["tokens"]]
+    offsets = [one for part in parts for one in part["text_offset"]]
+    assert text.startswith("ab")
+    assert offsets[:3] == [0, 0, 1]
+    assert all(text[offset:].startswith(token) for token, offset in zip(tokens[1:], offsets[1:], strict=True))
+
+
 def test_prompt_logprobs_by_id(http: httpx.Client) -> None:
     body = {"model": EXACT_NAME, "prompt": "abc", "max_tokens": 1, "prompt_logprobs": 2}
     entries = http.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]
@@ -269,6 +288,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"smc": {"control": 2}}, "smc.control"),

@@ -45,12 +45,13 @@ def likeliest(tokens: Sequence[Scored], count: int) -> list[Scored]:
 def as_lists(tokens: Iterable[Scored], texts: TokenTexts, begin: int, end: int | None) -> dict[str, Any]:
     """Lists beside each other, as completions have them.
 
-    `begin` is where the first token's text stands in that of the choice; `end` is the length of that text once it is
+    `begin` is where the first token's text stands in that of the choice, below 0 where a prompt begins with special
+    tokens, which no text shows; `end` is the length of that text once it is
     known, which no token begins behind: the text of a stop string is not shown, and its tokens are.
     """
     tokens, offsets, at = list(tokens), [], begin
     for token in tokens:
-        offsets.append(at if end is None else min(at, end))
+        offsets.append(max(at if end is None else min(at, end), 0))
         at += length_of(token.token, texts)
     tops = None
     if any(token.alternatives for token in tokens):

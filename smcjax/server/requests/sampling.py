@@ -129,7 +129,7 @@ def echo_logprobs(ask: Ask) -> int | None:
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     """Biases by token id, which JSON writes as text."""
     for token in bias or ():
-        if not (token.isascii() and token.isdigit()):
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
             raise APIError(
                 400, f"logit_bias has the key {short(token)}, and keys are token ids; mend it.", param="logit_bias"
             )
