@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from smcjax.checks import short
-from smcjax.server.errors import CLOSE, APIError, refusal, unavailable
+from smcjax.server.errors import APIError, refusal, unavailable
 from smcjax.server.state import MAX_BODY_BYTES, Served
 
 ID = b"x-request-id"
@@ -43,7 +43,7 @@ class RequestIds:
             message = await receive()
             size = len(message.get("body", b""))
             if served.held_bytes + size > most:
-                raise unavailable(f"the server holds {most} bytes of requests, the most it may; ask again.", CLOSE)
+                raise unavailable(f"the server holds {most} bytes of requests, the most it may; ask again.")
             held += size
             served.held_bytes += size
             return message

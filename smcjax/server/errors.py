@@ -85,9 +85,9 @@ def queue_full(why: str) -> APIError:
     return APIError(429, why, code="queue_full", headers={"retry-after": str(RETRY_SECONDS)})
 
 
-def unavailable(why: str, headers: Mapping[str, str] | None = None) -> APIError:
+def unavailable(why: str) -> APIError:
     """The error of a server that takes no requests."""
-    return APIError(503, why, code="unavailable", headers={"retry-after": str(RETRY_SECONDS), **(headers or {})})
+    return APIError(503, why, code="unavailable", headers={"retry-after": str(RETRY_SECONDS)})
 
 
 def _of_sentence(message: str, known: frozenset[str]) -> APIError:

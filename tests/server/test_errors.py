@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -77,6 +80,15 @@ def test_bodies_that_are_too_large(strict: Running) -> None:
         assert told(http.post("/v1/completions", content=large, headers=JSON), 413)["code"] == "too_large"
         pieces = (large[at : at + 100] for at in range(0, len(large), 100))  # chunked: its length is not declared
         assert told(http.post("/v1/completions", content=pieces, headers=JSON), 413)["code"] == "too_large"
+
+
+def test_a_client_that_sends_all_of_a_large_body_reads_why_it_is_refused(strict: Running) -> None:
+    """Python's own gives up where a connection is closed before it has sent all; afterwards it can be used again."""
+    with contextlib.closing(HTTPConnection(strict.url.removeprefix("http://"), timeout=20)) as client:
+        for _ in range(3):
+            client.request("POST", "/v1/completions", b" " * (16 << 20), JSON)
+            answer = client.getresponse()
+            assert (answer.status, json.loads(answer.read())["error"]["code"]) == (413, "too_large")
 
 
 def test_a_slow_body_is_closed(strict: Running) -> None:

@@ -25,7 +25,7 @@ from smcjax.server.connections import HEAD_BYTES, MAX_PIPELINED
 from smcjax.server.models import Models, load
 from tests.checkpoints import Pair
 from tests.memory import give_back
-from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, idle, running
+from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, events_of, idle, running
 
 LONG: dict[str, Any] = {"prompt": "ab", "max_tokens": 90, "ignore_eos": True, "seed": 1}
 
@@ -157,6 +157,25 @@ def test_requests_behind_each_other_are_answered_in_order(server: Running) -> No
                 int(line[16:]) for line in iter(answers.readline, b"\r\n") if line.startswith(b"content-length: ")
             )
             assert json.loads(answers.read(length))["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.usefixtures("slowly")
+def test_events_of_a_request_that_runs(server: Running) -> None:
+    """HEAD does not wait for them, GET follows them to the end, also where the client of the request leaves."""
+    warm(server)
+    with server.http() as http, connect(server) as client, client.makefile("rb") as answers:
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "smc": {"events": True}}) as asked:
+            lines = asked.iter_lines()
+            chunk = next(line for line in lines if line.startswith("data: "))
+            path = f"/v1/smc/requests/{json.loads(chunk[6:])['id']}/events"
+            client.sendall(f"HEAD {path} {HEAD}\r\n{HEALTH}GET {path} {HEAD}connection: close\r\n\r\n".encode())
+            found = list(itertools.takewhile(lambda line: line != b'{"status":"ok"}HTTP/1.1 200 OK\r\n', answers))
+            assert server.llm().metrics()["num_running"] == 1
+        assert len(found) < 20
+        followed = answers.read().count(b'"cycle":')
+    assert 1 <= followed < 23  # a control: 90 tokens take more cycles
+    with server.http() as http:
+        assert len(events_of(http.get(path))) == followed
 
 
 @pytest.mark.parametrize("stream", [True, False])

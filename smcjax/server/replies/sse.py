@@ -46,7 +46,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             with contextlib.suppress(ClientGone):
-                await unless_gone(receive, self._write(send))
+                await unless_gone(receive, self._end(send) if scope["method"] == "HEAD" else self._write(send))
         finally:
             await self._events.aclose()
             if self._close is not None:
@@ -60,6 +60,9 @@ class EventStream(Response):
                     await self._put(send, f"data: {event}\n\n")
         finally:
             await _cancelled(pings)
+        await self._end(send)
+
+    async def _end(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:

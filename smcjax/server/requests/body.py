@@ -38,6 +38,10 @@ async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
 
 
 async def _read(request: Request, limit: int) -> bytes:
+    """The body, of at most `limit` bytes. Raises APIError for a larger one, of which the connection drops the rest.
+
+    A connection that is closed while its client sends says nothing to many of them.
+    """
     length = request.headers.get("content-length", "")
     data = bytearray()
     if not (length.isdecimal() and len(length) < 20 and int(length) > limit):
@@ -47,7 +51,7 @@ async def _read(request: Request, limit: int) -> bytes:
                 break
         else:
             return bytes(data)
-    raise APIError(413, f"the body is larger than {limit} bytes; send a shorter one.", code="too_large", headers=CLOSE)
+    raise APIError(413, f"the body is larger than {limit} bytes; send a shorter one.", code="too_large")
 
 
 def parse(data: bytes) -> dict[str, Any]:

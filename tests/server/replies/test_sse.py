@@ -60,7 +60,8 @@ async def streamed(reader: Reader, events: AsyncGenerator[str], ping_seconds: fl
     async def close() -> None:
         ended.append("closed")
 
-    await EventStream(events, close, ping_seconds=ping_seconds)({"type": "http"}, reader.receive, reader.send)
+    scope = {"type": "http", "method": "GET"}
+    await EventStream(events, close, ping_seconds=ping_seconds)(scope, reader.receive, reader.send)
     assert ended == ["closed"]
     return "".join(reader.sent)
 
