@@ -4,7 +4,7 @@ SmolLM2 continues beginnings of reviews; its draft is the same without two layer
 whether a review is good: log p(" good") − log p(" bad"), after each eighth token and at the end. The picture has what
 the populations' mean verdict gains by the potential, over its exponent, ± two standard errors over the beginnings.
 
-    python examples/style.py [beginnings] [N] [largest exponent] [picture]        (extra smollm2)
+    python examples/style.py [beginnings, 2 to 6] [N] [largest exponent] [picture]        (extra smollm2)
 """
 
 import sys

@@ -5,7 +5,7 @@ false one costs 4 nats. At temperature 1.8 the bundled pair miscalculates often.
 the picture has it over the seconds that a problem takes, with as many sequences at a time everywhere. The lines below
 "as long" have as many of the target's own answers as are made in the steered population's time.
 
-    python examples/verifier.py [problems] [largest N] [temperature] [picture]
+    python examples/verifier.py [problems] [largest N, from 2] [temperature] [picture]
 """
 
 import re
