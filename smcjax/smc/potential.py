@@ -12,12 +12,14 @@ of the answer.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.checks import is_number, is_whole, short
 from smcjax.decoders.parts import Potential, hidden_size_of
 
 
@@ -90,6 +92,17 @@ class TokenPotential:
     """
 
     log_factors: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no tuple of such pairs, as text in place of a token id."""
+        pairs: Any = self.log_factors
+        if not isinstance(pairs, tuple) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 and is_whole(pair[0], 0) and is_number(pair[1], -math.inf)
+            for pair in pairs
+        ):
+            raise ValueError(
+                f"log_factors must be pairs of a token id and a number, as ((13, -0.5),), got {short(pairs)}."
+            )
 
     def log_value(self, answers: Answers) -> Float[Array, " R"]:
         """The sum of the log factors of an answer's tokens."""

@@ -328,6 +328,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (SamplingParams, {"potentials": [3]}, "potentials must be a list of TextPotentials or smcjax.smc.Potentials, got"),
     (SamplingParams, {"potentials": STEERED}, "potentials must be a list of"),
     (SamplingParams, {"potentials": [smc.ConstantPotential]}, "potentials must be a list of"),
+    *(
+        (smc.TokenPotential, {"log_factors": factors}, "log_factors must be pairs of a token id and a number, as")
+        for factors in (((-1, 1.0),), ((13, math.nan),))  # of the right types, which tests check by themselves
+    ),
     (SamplingParams, {"potentials": [smc.ConstantPotential(1.0)] * 2}, "a potential on the device twice"),
 ]
 
