@@ -218,12 +218,12 @@ def test_echo_scores_the_prompt(server: Running, client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_does_not_show_special_tokens(server: Running, http: httpx.Client, stream: bool) -> None:
-    """As one that begins each prompt: they take no place in the text, so that all others stand where they are."""
+    """As one that begins each prompt, nor do answers: they take no place, so that all others stand where they are."""
     tokenizer = server.llm().tokenizer
     assert tokenizer is not None
     (special, *_), plain = tokenizer.special_tokens.values(), tokenizer.encode("ab")
-    asked = {"model": EXACT_NAME, "prompt": [special, *plain], "max_tokens": 3, "ignore_eos": True, "seed": 1}
-    asked |= {"echo": True, "logprobs": 0, "stream": stream}
+    asked = {"model": EXACT_NAME, "prompt": [special, *plain], "max_tokens": 9, "ignore_eos": True, "seed": 1}
+    asked |= {"logit_bias": {str(special): 4}, "echo": True, "logprobs": 0, "stream": stream}
     response = http.post("/v1/completions", json=asked)
     replies = [json.loads(one) for one in events_of(response)[:-1]] if stream else [response.json()]
     choices = [reply["choices"][0] for reply in replies]
@@ -232,7 +232,11 @@ def test_an_echo_does_not_show_special_tokens(server: Running, http: httpx.Clien
     offsets = [one for part in parts for one in part["text_offset"]]
     assert text.startswith("ab")
     assert offsets[:3] == [0, 0, 1]
-    assert all(text[offset:].startswith(token) for token, offset in zip(tokens[1:], offsets[1:], strict=True))
+    name = tokens[0]
+    assert name in tokens[3:-1], "a control: an answer that has one"
+    shown = [(token, offset) for token, offset in zip(tokens, offsets, strict=True) if token != name]
+    assert all(text[offset:].startswith(token) for token, offset in shown)
+    assert len("".join(token for token, _ in shown)) == len(text)
 
 
 def test_prompt_logprobs_by_id(http: httpx.Client) -> None:

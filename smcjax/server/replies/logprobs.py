@@ -19,6 +19,7 @@ class Scored(NamedTuple):
     token: int
     logprob: float | None
     alternatives: Sequence[TokenLogprob] | None
+    echoed: bool = False  # it stands in the prompt, whose text may name special tokens, as no answer's does
 
 
 def scored(part: CompletionOutput | StreamChunk) -> list[Scored] | None:
@@ -38,8 +39,8 @@ def scored_prompt(part: RequestOutput | StreamChunk, prompt: Sequence[int]) -> l
 
 
 def likeliest(tokens: Sequence[Scored], count: int) -> list[Scored]:
-    """The tokens with `count` alternatives each, of as many or more."""
-    return [one._replace(alternatives=one.alternatives and one.alternatives[:count]) for one in tokens]
+    """The prompt's tokens with `count` alternatives each, of as many or more."""
+    return [Scored(token, logprob, top and top[:count], echoed=True) for token, logprob, top, _ in tokens]
 
 
 def as_lists(tokens: Iterable[Scored], texts: TokenTexts, begin: int, end: int | None) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def as_lists(tokens: Iterable[Scored], texts: TokenTexts, begin: int, end: int |
     tokens, offsets, at = list(tokens), [], begin
     for token in tokens:
         offsets.append(max(at if end is None else min(at, end), 0))
-        at += length_of(token.token, texts)
+        at += length_of(token.token, texts, echoed=token.echoed)
     tops = None
     if any(token.alternatives for token in tokens):
         tops = [
@@ -69,9 +70,9 @@ def as_lists(tokens: Iterable[Scored], texts: TokenTexts, begin: int, end: int |
     }
 
 
-def length_of(token: int, texts: TokenTexts) -> int:
-    """Characters of a token's own text."""
-    return len(texts.bytes_of(token).decode(errors="ignore"))
+def length_of(token: int, texts: TokenTexts, *, echoed: bool = False) -> int:
+    """Characters that a token has in a text: a special one none, but for that of a prompt, which may name it."""
+    return 0 if texts.is_special(token) and not echoed else len(texts.bytes_of(token).decode(errors="ignore"))
 
 
 def as_objects(tokens: Iterable[Scored], texts: TokenTexts) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Emitted:
         """
         if self.echo_logprobs is None or prompt is None:
             return tokens, begin
-        length = sum(length_of(one.token, self.texts) for one in prompt)
+        length = sum(length_of(one.token, self.texts, echoed=True) for one in prompt)
         return [*likeliest(prompt, self.echo_logprobs), *(tokens or ())], begin - length
 
 

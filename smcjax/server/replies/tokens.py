@@ -33,6 +33,10 @@ class TokenTexts:
                 return bytes(byte_of[character] for character in name)
         return text.encode()
 
+    def is_special(self, token: int) -> bool:
+        """True for tokens that no answer's text shows."""
+        return token in self._special
+
     def text_of(self, token: int) -> str:
         """The token's text; bytes that are no whole characters are written as "bytes:\\xe2\\x80"."""
         data = self.bytes_of(token)
