@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smcjax import noise
+from smcjax.checks import short
 from smcjax.decoders.parts import Ending, Potential
 from smcjax.decoding.constraints import RowConstraint, extend, row_constraint
 from smcjax.decoding.distribution import SamplingDistribution
@@ -166,10 +167,18 @@ def steer(
         hidden=hidden,
     )
     nothing = jnp.zeros(begin.shape, before.dtype)
-    value = state.by_group(sum((one.log_value(answers) for one in potentials), nothing))
+    value = state.by_group(sum((log_value(one, answers) for one in potentials), nothing))
     value = jnp.where(state.by_group(live), value, before)
     gained = jnp.where(jnp.isneginf(state.log_weight), 0.0, value - before)  # a particle once dead stays so
     return dataclasses.replace(state, log_weight=state.log_weight + gained, log_potential=value)
+
+
+def log_value(potential: Potential, answers: Answers) -> Float[Array, " R"]:
+    """The potential's values. Raises ValueError for what it raises, which an engine takes for its requests' failure."""
+    try:
+        return potential.log_value(answers)
+    except Exception as error:
+        raise ValueError(f"{short(potential)} failed, {type(error).__name__}: {error}") from error
 
 
 @jax.named_scope("end")

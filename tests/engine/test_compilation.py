@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.engine.run.programs import shown
 from tests.checkpoints import Pair
-from tests.engine.conftest import llm_arguments
+from tests.engine.conftest import llm_arguments, smc_llm
 from tests.engine.test_engine import add, drain
 
 pytestmark = [pytest.mark.all_sizes, pytest.mark.compiled_at_once]
@@ -106,3 +107,20 @@ def test_by_default_at_the_start_on_a_gpu(
 def test_what_is_neither_is_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match=r"^compile_at_start must be True, False or None, got 'yes'\.$"):
         alone(pair, compile_at_start="yes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Raises:
+    """A potential of tokens with a mistake of its author."""
+
+    def log_value(self, answers: Any) -> Any:
+        raise KeyError("a mistake")
+
+
+def test_a_mistake_in_a_potential_ends_its_request_alone(pair: Pair) -> None:
+    with smc_llm(pair, {"n_particles": 2, "gamma": 1}, max_num_seqs=2) as llm:
+        params = [SamplingParams(max_tokens=4, potentials=own) for own in ([Raises()], [])]
+        own, beside = llm.generate(["ab"] * 2, params, use_tqdm=False)
+    assert own.error is not None
+    assert "failed, KeyError: 'a mistake'" in own.error
+    assert (beside.error, len(beside.outputs[0].token_ids) > 0) == (None, True)
