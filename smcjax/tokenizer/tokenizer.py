@@ -61,7 +61,9 @@ class Tokenizer:
         # Tokens of single bytes (SentencePiece's fallback): a run of them is decoded as a whole.
         self.byte_ids = frozenset(id for token, id in vocab.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token))
         special = {id for id, token in inner.added_tokens_decoder.items() if token.special} | {*inner.all_special_ids}
-        self.special_tokens = {token: id for token, id in vocab.items() if id in special}
+        # By their ids: a vocabulary has another order in each process.
+        of_special = [(id, token) for token, id in vocab.items() if id in special]
+        self.special_tokens = {token: id for id, token in sorted(of_special)}
         self.text_ids = frozenset(vocab.values()) - special  # of the tokens that have a text
 
     @classmethod

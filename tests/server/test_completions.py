@@ -221,7 +221,7 @@ def test_an_echo_does_not_show_special_tokens(server: Running, http: httpx.Clien
     """As one that begins each prompt, nor do answers: they take no place, so that all others stand where they are."""
     tokenizer = server.llm().tokenizer
     assert tokenizer is not None
-    (special, *_), plain = tokenizer.special_tokens.values(), tokenizer.encode("ab")
+    special, plain = tokenizer.special_tokens["</s>"], tokenizer.encode("ab")
     asked = {"model": EXACT_NAME, "prompt": [special, *plain], "max_tokens": 9, "ignore_eos": True, "seed": 1}
     asked |= {"logit_bias": {str(special): 4}, "echo": True, "logprobs": 0, "stream": stream}
     response = http.post("/v1/completions", json=asked)
