@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +62,12 @@ def running(models: Models, **settings: Any) -> Iterator[Running]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def connect(server: Running) -> socket.socket:
+    """A connection without a client of HTTP."""
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
 
 
 @pytest.fixture(scope="session")

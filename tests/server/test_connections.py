@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from smcjax.server import connections, process
 from smcjax.server.models import Models
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, connect, running
 
 GET = b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 
@@ -26,11 +26,6 @@ GET = b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 def locked(models: Models) -> Iterator[Running]:
     with running(models, keys=("a-key-of-some",)) as server:
         yield server
-
-
-def connect(server: Running) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
 
 
 def answer(client: socket.socket) -> bytes:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from smcjax.server.connections import HEAD_BYTES, MAX_PIPELINED
 from smcjax.server.models import Models, load
 from tests.checkpoints import Pair
 from tests.memory import give_back
-from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, events_of, idle, running
+from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, connect, events_of, idle, running
 
 LONG: dict[str, Any] = {"prompt": "ab", "max_tokens": 90, "ignore_eos": True, "seed": 1}
 
@@ -109,10 +108,6 @@ def posted(body: dict[str, Any], *headers: str) -> bytes:
     text = json.dumps(body)
     lines = ("content-type: application/json", f"content-length: {len(text)}", *headers)
     return f"POST /v1/completions {HEAD}{''.join(f'{line}\r\n' for line in lines)}\r\n{text}".encode()
-
-
-def connect(server: Running) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
 
 
 @pytest.mark.usefixtures("slowly")

@@ -47,8 +47,8 @@ def as_lists(tokens: Iterable[Scored], texts: TokenTexts, begin: int, end: int |
     """Lists beside each other, as completions have them.
 
     `begin` is where the first token's text stands in that of the choice, below 0 where a prompt begins with special
-    tokens, which no text shows; `end` is the length of that text once it is
-    known, which no token begins behind: the text of a stop string is not shown, and its tokens are.
+    tokens, which no text shows; `end` is the length of that text once it is known, which no token begins behind: the
+    text of a stop string is not shown, and its tokens are.
     """
     tokens, offsets, at = list(tokens), [], begin
     for token in tokens:
