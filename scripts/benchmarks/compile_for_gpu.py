@@ -38,14 +38,14 @@ from smcjax.decoders import Rejection
 from smcjax.decoding.drafts.ngram import NGram
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.sequences import Requests
-from smcjax.engine.run.programs import CUBLAS_PRODUCTS
+from smcjax.engine.run.programs import CUBLAS_PRODUCTS, leaves_to_cublas
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.matmul import product_dtypes
 from smcjax.model.config import ModelConfig
 from smcjax.model.folding import folded_shapes
 from smcjax.model.params import Params, param_shapes
 from smcjax.model.quantize import quantize_params
-from smcjax.quantization import FLOAT8, QUANTIZATIONS
+from smcjax.quantization import QUANTIZATIONS
 from smcjax.sparse.verification import SparseVerification
 
 H200 = """
@@ -136,9 +136,8 @@ def compiled(decoder: Any, program: Any, params: Any, requests: int, context: in
     step = jax.jit(lambda params, state: decoder.step(program, params, state), donate_argnums=1, out_shardings=sharding)
     with product_dtypes() as dtypes:
         lowered = step.trace(placed(params), placed(jax.eval_shape(start))).lower(lowering_platforms=("cuda",))
-    many = requests * program.rows >= 8 and program.implementation != "xla"
-    cublas = FLOAT8.dtype in dtypes or (many and dtypes <= {"bfloat16"})  # as `programs.step_job` has it
-    return lowered.compile(CUBLAS_PRODUCTS if cublas else None).as_text()
+    asked = requests * program.rows >= 8 and program.implementation != "xla"  # as `programs.step_job` does
+    return lowered.compile(CUBLAS_PRODUCTS if leaves_to_cublas(asked, dtypes, "gpu") else None).as_text()
 
 
 def launches(body: str) -> Iterator[str]:

@@ -212,17 +212,18 @@ def _compiled(job: Job) -> Any:
     # interpreter to an engine that runs beside them.
     with _tracing, product_dtypes() as dtypes:
         lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
-    return lowered.compile(CUBLAS_PRODUCTS if _leaves_to_cublas(job, dtypes) else None)
+    cublas = leaves_to_cublas(job.cublas, dtypes, jax.default_backend())
+    return lowered.compile(CUBLAS_PRODUCTS if cublas else None)
 
 
-def _leaves_to_cublas(job: Job, dtypes: set[str]) -> bool:
-    """True where cuBLAS multiplies matrices of these dtypes best: some in float8, or bfloat16 alone of a job that asks.
+def leaves_to_cublas(asked: bool, dtypes: set[str], backend: str) -> bool:
+    """True where cuBLAS multiplies matrices of these dtypes best: some in float8, or bfloat16 alone where `asked`.
 
     XLA times dozens of Triton products for each one in float8, half a minute, and finds none that is faster. Int8
     weights alone need Triton to be converted on the way.
     """
-    in_float8 = FLOAT8.dtype in dtypes and jax.default_backend() == "gpu"
-    return in_float8 or (job.cublas and dtypes <= {"bfloat16"})
+    in_float8 = FLOAT8.dtype in dtypes and backend == "gpu"
+    return in_float8 or (asked and dtypes <= {"bfloat16"})
 
 
 def _identity(job: Job) -> Hashable:
