@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ import jax
 from smcjax.device import HOPPER, Device, this_device
 
 IMPLEMENTATIONS = ("auto", "mosaic", "triton", "xla")
+JAX_TRITON = "0.3"  # of 0.4.1, which JAX 0.12 cannot trace, launches would take other arguments
 MIN_TRITON_CAPABILITY = 80  # tensor cores that multiply bfloat16, and copies to shared memory that nothing waits for
 
 _chosen = jax.make_user_context("auto")
@@ -78,8 +80,15 @@ def runs_triton_beside_mosaic(device: Device) -> bool:
 
 @functools.cache
 def has_triton() -> bool:
-    """True where Triton and its bridge to JAX are installed. Neither is imported before a kernel runs."""
-    return all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
+    """True where Triton is installed, and the version of its bridge to JAX that launches go by.
+
+    Neither is imported before a kernel runs.
+    """
+    try:
+        version = importlib.metadata.version("jax-triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return version.startswith(f"{JAX_TRITON}.") and importlib.util.find_spec("triton") is not None
 
 
 def check_runs_here(argument: str, name: str) -> None:
@@ -94,7 +103,9 @@ def check_runs_here(argument: str, name: str) -> None:
         found = device.kind or device.platform
         raise ValueError(f"{argument} {name} needs {lacks} and the default device is {found}; use auto or xla.")
     if name == "triton" and not has_triton():
-        raise ValueError(f"{argument} triton needs jax-triton, which is not installed; add the extra `triton`.")
+        raise ValueError(
+            f"{argument} triton needs jax-triton {JAX_TRITON}, which is not installed; add the extra `triton`."
+        )
 
 
 def active_implementation() -> str:

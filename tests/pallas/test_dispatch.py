@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,21 @@ def test_triton_serves_gpus_without_mosaic_and_what_mosaic_does_not_take(
         assert tuple(int(op(jnp.ones((1,) * rank)).sum()) for rank in (1, 2, 3)) == found
 
 
+@pytest.mark.parametrize(("installed", "found"), [("0.3.1", True), ("0.4.1", False), (None, False)])
+def test_triton_needs_the_bridge_that_launches_go_by(
+    installed: str | None, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+
+    def version(name: str) -> str:
+        if name != "jax-triton" or installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert dispatch.has_triton.__wrapped__() is found
+
+
 def test_gpus_before_ampere_have_no_triton_kernels() -> None:
     old = Device("gpu", "NVIDIA T4", "sm75", 40, 64 << 10)
     with program_patches(dispatch, "this_device", lambda: old), implementations("triton"):
@@ -108,7 +124,7 @@ def test_gpus_before_ampere_have_no_triton_kernels() -> None:
         ("mosaic", KNOWN["NVIDIA H100 PCIe"], True, "x mosaic needs a Hopper GPU with 132 multiprocessors and the def"),
         ("triton", Device("gpu", "NVIDIA T4", "sm75"), True, "compute capability 8.0 or more and .* is NVIDIA T4; use"),
         ("triton", Device("cpu"), True, "x triton needs an NVIDIA GPU of .* and the default device is cpu; use auto"),
-        ("triton", KNOWN["NVIDIA L4"], False, "x triton needs jax-triton, which is not installed; add the extra"),
+        ("triton", KNOWN["NVIDIA L4"], False, "x triton needs jax-triton 0.3, which is not installed; add the extra"),
         ("triton", KNOWN["NVIDIA L4"], True, None),
         ("mosaic", HOPPER, False, None),
         ("auto", Device("cpu"), False, None),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.pallas.seal import CASES, STORED
@@ -25,6 +26,7 @@ def lowered() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not jax.__version__.startswith("0.11."), reason="another JAX lowers to other code")
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_those_that_were_stored(name: str, lowered: dict[str, list[str]]) -> None:
     assert lowered[name] == json.loads(STORED.read_text())[name]

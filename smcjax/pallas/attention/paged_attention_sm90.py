@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from smcjax.device import HOPPER
-from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.compat import pl, plgpu, store
 from smcjax.pallas.mosaic.wgmma import MASKED, QUERIES, Product, Ref, across, product_of, swizzled, swizzled_f32
 
 
@@ -164,7 +164,7 @@ def _kernel(
             # enough.
             v = plgpu.layout_cast(v_smem[slot], plgpu.Layout.WGMMA)
             key = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA) + index * chunk
-            v_smem[slot] = jnp.where(key < length, v, jnp.zeros_like(v))
+            store(v_smem.at[slot], jnp.where(key < length, v, jnp.zeros_like(v)))
             # The tensor core must see these ordinary stores.
             plgpu.commit_smem()
         # P [64, C] goes from registers, rounded to bf16, as the first factor.
@@ -196,12 +196,12 @@ def _kernel(
         seen = mass > 0
         mass = jnp.where(seen, mass, 1.0)
         # [64, D], rounded to q's dtype, or f32 where splits are merged by XLA.
-        out_smem[...] = (acc / across(mass, acc.shape)).astype(out_smem.dtype)
+        store(out_smem, (acc / across(mass, acc.shape)).astype(out_smem.dtype))
         target = out_ref
         if lse_ref is not None:
             # Takes the place of the first warpgroup's maxima, which every warpgroup has read before `merged[1]`
             # completed.
-            row_smem[0, 0] = jnp.where(seen, m + jnp.log2(mass), -jnp.inf)
+            store(row_smem.at[0, 0], jnp.where(seen, m + jnp.log2(mass), -jnp.inf))
             target = out_ref.at[part]
         # The copy engine must see these ordinary stores.
         plgpu.commit_smem()
@@ -226,7 +226,7 @@ def _kernel(
         return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA.reduce(1))
 
     # First exchange: each warpgroup leaves its maxima [64], and all wait, since each needs all of them.
-    row_smem[0, warpgroup] = m
+    store(row_smem.at[0, warpgroup], m)
     everyone(merged.at[0])
     # Each brings its own O and Σ to the common maximum, so that they can be added as they are.
     top = functools.reduce(jnp.maximum, [row_values(row_smem.at[0, w]) for w in range(warpgroups)])
@@ -236,8 +236,8 @@ def _kernel(
     @pl.when(warpgroup > 0)
     def _give() -> None:
         # Second exchange: all but the first leave Σ [64] and O [64, D] f32.
-        row_smem[1, warpgroup] = mass
-        acc_smem[warpgroup - 1] = acc
+        store(row_smem.at[1, warpgroup], mass)
+        store(acc_smem.at[warpgroup - 1], acc)
 
     # All warpgroups arrive, as at the first barrier; only the first warpgroup reads what was left.
     everyone(merged.at[1])

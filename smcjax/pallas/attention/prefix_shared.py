@@ -31,7 +31,7 @@ from smcjax.pallas.attention.shared_dealing import AHEAD, FIELDS, Assignment, as
 from smcjax.pallas.attention.shared_merge import by_pair, merge_unit, result_type, units_of
 from smcjax.pallas.attention.shared_tuning import Tuning, default_tuning, part_of_share, tiles_of
 from smcjax.pallas.mosaic import l2_policy, online_softmax
-from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.compat import pl, plgpu, store
 from smcjax.pallas.mosaic.online_softmax import Piece, Softmax
 from smcjax.pallas.mosaic.wgmma import MASKED, QUERIES, Ref, of_part, product_of, swizzled
 
@@ -336,9 +336,10 @@ def _kernel(
         place = (group, share, sub, head, lane)
         with jax.named_scope("result"):
             # O/Σ [64, D] and log2 Σ exp [64], finite also for rows that saw nothing: no ∞ − ∞ in the merge.
-            values, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
+            values, lse = online_softmax.result(softmax, 2 * MASKED)
+            store(lse_ref.at[place], lse)
             # The result takes the bytes of the queries, which the last product has read; clipped, so f16 has no ∞.
-            out_smem[warpgroup] = jnp.clip(values.astype(out_smem.dtype), -MAX_F16, MAX_F16)
+            store(out_smem.at[warpgroup], jnp.clip(values.astype(out_smem.dtype), -MAX_F16, MAX_F16))
             # The copy engine must see what ordinary stores have written to shared memory.
             plgpu.commit_smem()
             # The merge reads this next, so its lines are to stay in the L2.

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from smcjax.pallas.attention.shared_tuning import Tuning
-from smcjax.pallas.mosaic.compat import fa, pl, plgpu
+from smcjax.pallas.mosaic.compat import fa, pl, plgpu, store
 from smcjax.pallas.mosaic.wgmma import MASKED, QUERIES, Ref
 
 UNIT = 4  # queries that a warpgroup merges at once, each warp one
@@ -45,9 +45,9 @@ def merge_unit(
         kv_heads = parts_ref.shape[3]
         of_a_pair = out_ref.shape[1] // kv_heads // UNIT  # units
         pair = group * (out_ref.shape[0] // parts_ref.shape[0]) + lax.div(unit, of_a_pair)
-        out_ref[pair, pl.ds((head * of_a_pair + lax.rem(unit, of_a_pair)) * UNIT, UNIT)] = total
+        store(out_ref.at[pair, pl.ds((head * of_a_pair + lax.rem(unit, of_a_pair)) * UNIT, UNIT)], total)
     else:
-        out_ref[group, head, pl.ds(unit * UNIT, UNIT)] = total
+        store(out_ref.at[group, head, pl.ds(unit * UNIT, UNIT)], total)
 
 
 def _merged(

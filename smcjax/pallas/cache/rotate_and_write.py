@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.pallas.cache import rotate_and_write_triton as by_triton
 from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic, runs_triton
 from smcjax.pallas.layer.norm import PendingNorm, inverse_rms, rms_norm, row_layout, supports_norm
-from smcjax.pallas.mosaic.compat import fa, pl, plgpu
+from smcjax.pallas.mosaic.compat import fa, pl, plgpu, store
 from smcjax.pallas.mosaic.fuse_launches import Part, Place, launch
 
 THREADS = 128  # of a warpgroup
@@ -240,9 +240,9 @@ def _kernel(
         # Halves [heads, D/2] rotate against each other, so they are two arrays in the same layout from the beginning.
         q, k = rotated(q_1, q_2, cos, sin, q_norm_ref), rotated(k_1, k_2, cos, sin, k_norm_ref)
         for part, q_half, k_half in zip((first, second), q, k, strict=True):
-            q_ref[row, index, :, part] = q_half
-            keys_ref[page, slot, :, part] = k_half
-        values_ref[page, slot] = v
+            store(q_ref.at[row, index, :, part], q_half)
+            store(keys_ref.at[page, slot, :, part], k_half)
+        store(values_ref.at[page, slot], v)
 
     if not copying:
         token()
@@ -258,8 +258,8 @@ def _kernel(
         @pl.when(jnp.logical_and(target != TRASH, slot < before))
         def _copy() -> None:
             k, v = (_load(ref.at[source, slot], _layout(kv_heads, dim)) for ref in (keys_ref, values_ref))
-            keys_ref[target, slot] = k
-            values_ref[target, slot] = v
+            store(keys_ref.at[target, slot], k)
+            store(values_ref.at[target, slot], v)
 
     # Tokens and copies need not wait for each other: a copy ends before the first slot that a token of its row writes.
     pl.when(index < columns)(token)

@@ -23,7 +23,7 @@ from jax import lax
 from smcjax.pallas.decode_step.operands import BlockPart
 from smcjax.pallas.decode_step.shape import DEPTH, TILE, StageIndex, StagePair, when
 from smcjax.pallas.mosaic import int8
-from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.compat import pl, plgpu, store
 from smcjax.pallas.mosaic.tiles import gather, load_tile
 from smcjax.pallas.mosaic.wgmma import Ref, of_part
 
@@ -195,7 +195,7 @@ class Products(BlockPart):
         """Adds the diagonal blocks of [64, s·M], and the assistant's with int8 weights, to the unit's tiles [16, M]."""
         # Through shared memory from a product's layout to that of tiles. Part q of tile p is the 16 rows from
         # 16·(q·pieces + p) on.
-        self._s["fold_smem"][...] = self._diagonal(product, sums)
+        store(self._s["fold_smem"], self._diagonal(product, sums))
         scratch = [self._s["fold_smem"]]
         if self._shape.int8:
             # The assistant has stored its half of this unit, in the same order of rows. It is then done with x and with
@@ -232,7 +232,7 @@ class Products(BlockPart):
             diagonal = self._diagonal(product, self._accumulate(site, half, index == first, t, 1))
             # The consumer has begun this unit, so it has added the halves of the unit before.
             plgpu.barrier_wait(self._s["half_empty"])
-            self._s["half_smem"][...] = diagonal
+            store(self._s["half_smem"], diagonal)
             # `_fold` waits for this arrival, one a unit.
             plgpu.barrier_arrive(self._s["half_full"])
             return t + steps

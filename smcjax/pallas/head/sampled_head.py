@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from smcjax.device import HOPPER
 from smcjax.noise import gumbels, key_from
 from smcjax.pallas.dispatch import Kernel, Op, runs_mosaic
-from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.compat import pl, plgpu, store
 from smcjax.pallas.mosaic.gumbel_max import (
     DTYPES,
     NO_ID,
@@ -195,7 +195,7 @@ def _kernel(
         def leave(place: Ref, sums: jax.Array) -> None:
             """Stores sums [64, 128] for the draw, cut into pieces of as many ids as are drawn from at once."""
             if interpret:
-                place[...] = sums.reshape(ROWS, IDS // NARROW, NARROW).swapaxes(0, 1)
+                store(place, sums.reshape(ROWS, IDS // NARROW, NARROW).swapaxes(0, 1))
                 return
             # [64, 128] becomes 16 pieces [64, 8], so that the draw loads each piece at a place known at run time.
             for part in range(IDS // NARROW):
@@ -272,7 +272,7 @@ def _kernel(
         candidate = program * (tiling.ids // IDS) + (half if id_step else 0)
         refs = (best_ref, id_ref, logit_ref, top_ref, mass_ref)
         for ref, value in zip(refs, (most, token, chosen, highest, total_mass), strict=True):
-            ref.at[candidate, rows][...] = value
+            store(ref.at[candidate, rows], value)
 
 
 def supports(*, rows: int, hidden: int, vocab: int, dtype: Any) -> bool:

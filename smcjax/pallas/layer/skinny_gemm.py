@@ -51,7 +51,7 @@ from smcjax.pallas.layer.skinny_gemm_tuning import (
     tiles_of,
 )
 from smcjax.pallas.mosaic import l2_policy, threads
-from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.compat import pl, plgpu, store
 from smcjax.pallas.mosaic.threads import WARPGROUP, Threads, Word
 from smcjax.pallas.mosaic.wgmma import Ref, product_of, swizzled, swizzled_int8
 from smcjax.quantization import FLOAT8, Quantization
@@ -317,7 +317,7 @@ class _Body:
             shapes = [plgpu.ACC((ROWS, sizes.tokens), jnp.float32)] * (sizes.sum_rows // ROWS)
             sums = pl.run_scoped(functools.partial(self._accumulate, consumer, turn), *shapes)
         for number, tile in enumerate(sums):
-            summed[pl.ds(number * ROWS, ROWS)] = tile
+            store(summed.at[pl.ds(number * ROWS, ROWS)], tile)
         others = [*self.scales, *([added] if sizes.adds else [])]
         finish = functools.partial(_finish, sizes=sizes)
         threads.run(finish, self.out, summed, *others, first, interpret=self.interpret)

@@ -1,12 +1,14 @@
-"""Private parts of JAX, for kernels: the only module that imports `jax._src` or changes what JAX does.
+"""Private parts of JAX, and what its versions do differently: the only module that imports `jax._src` or changes JAX.
 
-JAX may move or drop any of it in a minor version. It was checked in JAX 0.11.2; the package takes JAX from 0.11.2 to
-before 0.13. Other MLIR bindings are those of `jax.extend.mlir`, Mosaic's own of `jax.experimental.mosaic.gpu`.
+JAX may move or drop any of it in a minor version. The package takes JAX from 0.11.2 to before 0.13, and its tests of
+kernels run in 0.11.2 and 0.12. Other MLIR bindings are those of `jax.extend.mlir`, Mosaic's own of
+`jax.experimental.mosaic.gpu`.
 
     llvm, nvvm        bindings of two MLIR dialects that `jax.extend.mlir` leaves out, for instructions that kernels
                       write by themselves (`threads`, `tiles`, `l2_policy`)
     after_lowering    a place in Mosaic's table of lowering rules, into which JAX offers no way, for instructions that
                       carry a policy (`l2_policy`)
+    store             a store of an array in any layout, as 0.11 makes each
 
 Mosaic and MLIR take a second to import, which happens when a kernel first asks for something of them: on a CPU never.
 
@@ -22,7 +24,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["after_lowering", "arith", "fa", "ir", "llvm", "mgpu", "mu", "nvvm", "pl", "plgpu", "vector"]
+__all__ = ["after_lowering", "arith", "fa", "ir", "llvm", "mgpu", "mu", "nvvm", "pl", "plgpu", "store", "vector"]
 
 
 class _Later(types.ModuleType):
@@ -80,3 +82,14 @@ def after_lowering(name: str, change: Callable[[Any], None]) -> None:
         return results
 
     dialect_lowering._lowerings[name] = lowered
+
+
+def store(ref: Any, value: Any) -> None:
+    """Stores an array to a reference of its shape, where threads may write parts of lines or meet at memory banks.
+
+    Assigned, JAX 0.12 refuses such an array, and JAX 0.11 takes it.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

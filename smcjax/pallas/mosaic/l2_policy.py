@@ -5,14 +5,16 @@ activations, small KV, tables, code. And what a kernel leaves for the next one m
 a stream drives it out.
 
 Pallas' copies say nothing of that. So Pallas makes the copy, and another instruction takes the place of the one that it
-writes, with the same operands and a policy. (NVVM's own operation takes no policy beside a predicate.) In kernels of
-`Lane` semantics the instruction is there at once. In others there is an operation of Mosaic's dialect, which is marked:
-the rule that lowers it later is here followed by the exchange. Interpreted, there is no L2.
+writes, with the same operands and a policy. (NVVM's own operation takes no policy beside a predicate.) JAX 0.12 writes
+loads as text of PTX, JAX 0.11 as NVVM's operation. In kernels of `Lane` semantics the instruction is there at once. In
+others there is an operation of Mosaic's dialect, which is marked: the rule that lowers it later is here followed by the
+exchange. Interpreted, there is no L2.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from smcjax.pallas.mosaic.compat import after_lowering, ir, llvm, mu, plgpu
@@ -21,7 +23,8 @@ from smcjax.pallas.mosaic.wgmma import Ref
 
 LOAD = "nvvm.cp.async.bulk.tensor.shared.cluster.global"
 STORE = "nvvm.cp.async.bulk.tensor.global.shared.cta"
-_LOWERED_TO = {"mosaic_gpu.async_load": LOAD, "mosaic_gpu.async_store": STORE}
+TEXT = "llvm.inline_asm"
+_COPIES = ("mosaic_gpu.async_load", "mosaic_gpu.async_store")
 _POLICIES = {"evict_first": 0x12F0000000000000, "evict_last": 0x14F0000000000000}  # as `createpolicy` makes them
 _MARK = "smcjax.policy"
 
@@ -55,46 +58,59 @@ def _last_copy(policy: str, *, interpret: bool) -> None:
         block = ir.InsertionPoint.current.block
         within = block.owner.operation
         if within.name != "mosaic_gpu.custom_primitive":
-            _replace(_last_of(block, LOAD, STORE), policy)
+            _replace(_last_of(block, _is_copy), policy)
         else:
-            _last_of(within.block, *_LOWERED_TO).attributes[_MARK] = ir.StringAttr.get(policy)
+            copy = _last_of(within.block, lambda one: one.name in _COPIES)
+            copy.attributes[_MARK] = ir.StringAttr.get(policy)
 
     go()
 
 
-def _last_of(block: ir.Block, *names: str) -> Any:
-    """The operation of one of these names that was written last."""
-    return next(one.operation for one in reversed(list(block.operations)) if one.operation.name in names)
+def _last_of(block: ir.Block, kind: Callable[[ir.Operation], bool]) -> ir.Operation:
+    """The operation of a kind that was written last."""
+    return next(one.operation for one in reversed(list(block.operations)) if kind(one.operation))
+
+
+def _is_copy(operation: ir.Operation) -> bool:
+    """True for an instruction that copies tiles."""
+    written: Any = operation.opview
+    is_text = operation.name == TEXT and "cp.async.bulk.tensor" in str(written.asm_string)
+    return is_text or operation.name in (LOAD, STORE)
 
 
 def _exchange(copy: Any) -> None:
     """Gives what a copy has been lowered to a policy, if the copy is marked."""
     if _MARK in copy.attributes:
-        written = _last_of(ir.InsertionPoint.current.block, _LOWERED_TO[copy.operation.name])
+        written = _last_of(ir.InsertionPoint.current.block, _is_copy)
         _replace(written, ir.StringAttr(copy.attributes[_MARK]).value)
 
 
 @functools.cache
 def _exchange_after_lowering() -> None:
     """Hooks the exchange into Mosaic, which is imported for a kernel and not before."""
-    for name in _LOWERED_TO:
+    for name in _COPIES:
         after_lowering(name, _exchange)
 
 
 def _replace(operation: ir.Operation, policy: str) -> None:
     """Puts an instruction with a policy in the place of a copy."""
     copy: Any = operation.opview
-    hint, coordinates = mu.c(_POLICIES[policy], i64()), list(copy.coordinates)
-    if operation.name == LOAD:
-        name, where = "shared::cluster.global.tile.mbarrier::complete_tx::bytes", "[$3], [$2, {at}], [$4]"
-        ends = [copy.dstMem, copy.mbar]
+    if operation.name == STORE:
+        name, where = "global.shared::cta.tile.bulk_group", "[$2, {at}], [$3]"
+        predicate, descriptor, ends, coordinates = copy.predicate, copy.tmaDescriptor, [copy.srcMem], copy.coordinates
     else:
-        name, where, ends = "global.shared::cta.tile.bulk_group", "[$2, {at}], [$3]", [copy.srcMem]
-    first = 3 + len(ends)
+        name, where = "shared::cluster.global.tile.mbarrier::complete_tx::bytes", "[$3], [$2, {at}], [$4]"
+        if operation.name == LOAD:
+            ends = [copy.dstMem, copy.mbar]
+            predicate, descriptor, coordinates = copy.predicate, copy.tmaDescriptor, copy.coordinates
+        else:
+            predicate, target, descriptor, barrier, *coordinates = copy.operands
+            ends = [target, barrier]
+    hint, first = mu.c(_POLICIES[policy], i64()), 3 + len(ends)
     at = ", ".join(f"${first + i}" for i in range(len(coordinates)))
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
-        [copy.predicate, hint, copy.tmaDescriptor, *ends, *coordinates],
+        [predicate, hint, descriptor, *ends, *coordinates],
         f"@$0 cp.async.bulk.tensor.{len(coordinates)}d.{name}.L2::cache_hint {where.format(at=f'{{{at}}}')}, $1;",
         ",".join(["b", "l", "l", *("r" for _ in (*ends, *coordinates))]),
         has_side_effects=True,

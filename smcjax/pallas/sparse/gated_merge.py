@@ -22,7 +22,7 @@ from smcjax.pallas.attention.shared_merge import UNIT, units_of
 from smcjax.pallas.dispatch import Kernel, runs_mosaic
 from smcjax.pallas.layer.norm import PendingNorm
 from smcjax.pallas.mosaic import threads
-from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.compat import pl, plgpu, store
 from smcjax.pallas.mosaic.thread_dot import COLUMNS
 from smcjax.pallas.mosaic.threads import WARPS, Threads
 from smcjax.pallas.mosaic.wgmma import Ref
@@ -102,7 +102,7 @@ def _weigh(
         for b, output in sorted(outputs.items()):
             gate = plgpu.load(gates_smem.at[b], layout=layout.reduce(1), optimized=False)
             terms.append(lax.broadcast_in_dim(gate, output.shape, [0]) * output)
-        out[place.query, heads] = functools.reduce(jnp.add, terms).astype(out.dtype)
+        store(out.at[place.query, heads], functools.reduce(jnp.add, terms).astype(out.dtype))
 
 
 def gated_merge_mosaic(

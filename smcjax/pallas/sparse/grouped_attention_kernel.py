@@ -37,7 +37,7 @@ from jax import lax
 from smcjax.pallas.attention.prefix_shared import HALF, MAX_F16
 from smcjax.pallas.mosaic import l2_policy, online_softmax
 from smcjax.pallas.mosaic.bitmask import WORD
-from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.compat import pl, plgpu, store
 from smcjax.pallas.mosaic.wgmma import MASKED, QUERIES, Ref, across, of_part, product_of
 from smcjax.pallas.sparse import grouped_shares
 from smcjax.pallas.sparse.grouped_attention import CHUNK
@@ -394,7 +394,7 @@ def attend(
             # V goes through registers and back to the same place. Where two warpgroups share the chunk, both write the
             # same numbers, so it does not matter that one may still be writing when the other multiplies.
             found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
-            values[...] = jnp.where(across(seen, found.shape) != 0, found, jnp.zeros_like(found))
+            store(values, jnp.where(across(seen, found.shape) != 0, found, jnp.zeros_like(found)))
             plgpu.commit_smem()
 
         def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -419,8 +419,8 @@ def attend(
                 first_row = ((group * shape.sets + of_set) * shape.tiles + tile) * QUERIES
                 parts = [bit(task, query) for task in now]
                 firsts = [task.first for task in now]
-                store = functools.partial(store_by_slot, scores_ref, first_row, firsts, parts, scores)
-                store(group_heads=heads_of_set, interpret=interpret)
+                store_scores = functools.partial(store_by_slot, scores_ref, first_row, firsts, parts, scores)
+                store_scores(group_heads=heads_of_set, interpret=interpret)
             # P [64, 64] stays in registers as bf16, in the layout in which the next product takes its first factor. O
             # and Σ are rescaled to the new maximum here.
             softmax, p = softmax_over(scores, softmax, now)
@@ -448,10 +448,11 @@ def attend(
         pl.when(sub == 0)(lambda: note(notes_ref, segment, block, interpret=interpret))
         with jax.named_scope("result"):
             # O/Σ [64, D] f32 and log2 Σ exp [64]; a row that saw nothing has 0 and `2 · MASKED`.
-            result, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
+            result, lse = online_softmax.result(softmax, 2 * MASKED)
+            store(lse_ref.at[place], lse)
             # The result takes the bytes of the queries, which the last product of this segment has read. f16 is
             # clipped, so no value becomes infinite.
-            out_smem[sub] = jnp.clip(result.astype(out_smem.dtype), -MAX_F16, MAX_F16)
+            store(out_smem.at[sub], jnp.clip(result.astype(out_smem.dtype), -MAX_F16, MAX_F16))
             # The copy engine must see what ordinary stores have just written to shared memory.
             plgpu.commit_smem()
             rows = pl.ds(0, shape.stored)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from smcjax.pallas.attention.shared_merge import UNIT, units_of
-from smcjax.pallas.mosaic.compat import fa, pl, plgpu
+from smcjax.pallas.mosaic.compat import fa, pl, plgpu, store
 from smcjax.pallas.mosaic.wgmma import MASKED, QUERIES, Ref
 from smcjax.pallas.sparse.grouped_attention_kernel import Shape
 from smcjax.pallas.sparse.grouped_shares import Tuning
@@ -89,15 +89,15 @@ def merge(*refs: Ref, shape: Shape, tuning: Tuning) -> None:
         # Four rows that are heads of one query go straight to its place; otherwise rows stay by group, and XLA puts
         # them in order.
         if not by_pair(shape):
-            sums_ref[group, of_set, pl.ds(row, UNIT)] = lse
-            out_ref[group, of_set, pl.ds(row, UNIT)] = out
+            store(sums_ref.at[group, of_set, pl.ds(row, UNIT)], lse)
+            store(out_ref.at[group, of_set, pl.ds(row, UNIT)], out)
             return
         place = place_of(shape, group, of_set, row)
 
         @pl.when(place.is_there)
         def _store() -> None:
-            sums_ref[place.query, pl.ds(place.head, UNIT)] = lse
-            out_ref[place.query, pl.ds(place.head, UNIT)] = out
+            store(sums_ref.at[place.query, pl.ds(place.head, UNIT)], lse)
+            store(out_ref.at[place.query, pl.ds(place.head, UNIT)], out)
 
     for b in range(len(shape.units)):
         pl.when(branch == b)(functools.partial(merge_branch, b))

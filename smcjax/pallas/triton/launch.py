@@ -56,29 +56,26 @@ def launch(
         return interpret(kernel, *arrays, out=out, grid=grid, aliases=aliases or {}, **static)
     import jax_triton
 
-    results = "out_type"
-    if jax_triton.__version_info__ < (0, 4):
-        results = "out_shape"
-        _lower_typed()
+    _lower_typed()
     return jax_triton.triton_call(
         *arrays,
         kernel=kernel,
+        out_shape=out,
         grid=grid,
         num_warps=warps,
         num_stages=stages,
         compute_capability=target_capability(),
         enable_fp_fusion=True,
         input_output_aliases=aliases or {},
-        **{results: out},
         **static,
     )
 
 
 @functools.cache
 def _lower_typed() -> None:
-    """Has jax-triton 0.3 launch kernels by the typed custom call of JAX's plugin, as jax-triton 0.4 does by itself.
+    """Has jax-triton launch kernels by the typed custom call of JAX's plugin.
 
-    0.3 emits the untyped one, which XLA leaves out of CUDA graphs: 2,300 launches of a cycle are then the host's.
+    It emits the untyped one, which XLA leaves out of CUDA graphs: 2,300 launches of a cycle are then the host's.
     """
     from jax_triton import triton_lib
 

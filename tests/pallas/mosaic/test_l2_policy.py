@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.mosaic import l2_policy
-from smcjax.pallas.mosaic.l2_policy import LOAD, STORE
+from smcjax.pallas.mosaic.l2_policy import STORE
 from smcjax.pallas.mosaic.wgmma import Ref, swizzled
 
 BLOCKS, WARPGROUPS = 3, 2
@@ -89,18 +89,18 @@ def test_copies(copy: Copy, leading: tuple[int, ...], width: int, interpret: Any
 @widths
 def test_lowers_for_cuda(copy: Copy, leading: tuple[int, ...], width: int, patch_programs: Any) -> None:
     """With the policy, and the copies that have none are gone, but for the first kernel's store."""
-    policies: list[tuple[str, int]] = []
+    policies: list[tuple[bool, int]] = []
     replace = l2_policy._replace
 
     def heard(operation: Any, policy: str) -> None:
-        policies.append((operation.name, l2_policy._POLICIES[policy]))
+        policies.append((operation.name == STORE, l2_policy._POLICIES[policy]))
         replace(operation, policy)
 
     patch_programs(l2_policy, "_replace", heard)
     x = jax.ShapeDtypeStruct((*leading, 64, width), jnp.float16)
     text = jax.jit(copy).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("L2::cache_hint") == (1 if copy is reversed_rows else 2)
-    assert LOAD not in text
+    assert text.count("cp.async.bulk.tensor") == 2
     first, last = 0x12F0000000000000, 0x14F0000000000000  # as createpolicy makes them
-    assert policies == [(LOAD, first), (STORE, last)][: 1 if copy is reversed_rows else 2]
+    assert policies == [(False, first), (True, last)][: 1 if copy is reversed_rows else 2]
     assert (STORE in text) == (copy is reversed_rows)
