@@ -154,7 +154,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text"),
     ({"messages": [{"role": "user", "content": "a" * 99}]}, "messages", "max_model_len is 96"),
     ({"chat_template_kwargs": {"messages": []}}, "messages", "is set already"),
-    ({"max_completion_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+    ({"max_completion_tokens": 2, "min_tokens": 5}, "min_tokens", "exceed max_completion_tokens"),
 ]
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from pydantic import ValidationError
 
 from smcjax.checks import short
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
@@ -92,11 +95,15 @@ def _forms(ask: Ask) -> dict[str, Any]:
 
 
 def by_own_field(error: Exception, ask: Ask) -> Exception:
-    """The error of a request; one about `response_format` begins with the name of the field that the client sent."""
-    own, said = next(iter(_forms(ask)), "response_format"), str(error)
-    if isinstance(error, ValueError) and said.startswith("response_format"):
-        return ValueError(own + said.removeprefix("response_format"))
-    return error
+    """The error of a request, in the names of the fields that the client sent: of a form and of the longest answer."""
+    said = str(error)
+    if not isinstance(error, ValueError) or isinstance(error, ValidationError):
+        return error
+    if said.startswith("response_format"):
+        said = next(iter(_forms(ask)), "response_format") + said.removeprefix("response_format")
+    if isinstance(ask, ChatAsk) and ask.max_completion_tokens is not None:
+        said = re.sub(r"\bmax_tokens\b", "max_completion_tokens", said)
+    return ValueError(said)
 
 
 def _parsed(schema: Any, field: str) -> Any:
