@@ -22,7 +22,7 @@ import jax
 from smcjax.device import HOPPER, Device, this_device
 
 IMPLEMENTATIONS = ("auto", "mosaic", "triton", "xla")
-JAX_TRITON = "0.3"  # of 0.4.1, which JAX 0.12 cannot trace, launches would take other arguments
+JAX_TRITON = "0.3"  # launches have the arguments of this version; those of 0.4.1 JAX 0.12 cannot trace
 MIN_TRITON_CAPABILITY = 80  # tensor cores that multiply bfloat16, and copies to shared memory that nothing waits for
 
 _chosen = jax.make_user_context("auto")

@@ -195,11 +195,11 @@ def _kernel(
         def leave(place: Ref, sums: jax.Array) -> None:
             """Stores sums [64, 128] for the draw, cut into pieces of as many ids as are drawn from at once."""
             if interpret:
-                store(place, sums.reshape(ROWS, IDS // NARROW, NARROW).swapaxes(0, 1))
+                place[...] = sums.reshape(ROWS, IDS // NARROW, NARROW).swapaxes(0, 1)
                 return
             # [64, 128] becomes 16 pieces [64, 8], so that the draw loads each piece at a place known at run time.
             for part in range(IDS // NARROW):
-                place[part] = lax.slice(sums, (0, part * NARROW), (ROWS, (part + 1) * NARROW))
+                store(place.at[part], lax.slice(sums, (0, part * NARROW), (ROWS, (part + 1) * NARROW)))
 
         def release(step: jax.Array, due: Any) -> None:
             """Frees the place of a step's tiles in the ring, if the loader will wait for it."""

@@ -1,7 +1,7 @@
 """Private parts of JAX, and what its versions do differently: the only module that imports `jax._src` or changes JAX.
 
-JAX may move or drop any of it in a minor version. The package takes JAX from 0.11.2 to before 0.13, and its tests of
-kernels run in 0.11.2 and 0.12. Other MLIR bindings are those of `jax.extend.mlir`, Mosaic's own of
+JAX may move or drop any of it in a minor version. The package takes JAX from 0.11.2 to before 0.13; CI
+tests kernels in 0.11.2 and lowers them in 0.12. Other MLIR bindings are those of `jax.extend.mlir`, Mosaic's own of
 `jax.experimental.mosaic.gpu`.
 
     llvm, nvvm        bindings of two MLIR dialects that `jax.extend.mlir` leaves out, for instructions that kernels
@@ -87,7 +87,7 @@ def after_lowering(name: str, change: Callable[[Any], None]) -> None:
 def store(ref: Any, value: Any) -> None:
     """Stores an array to a reference of its shape, where threads may write parts of lines or meet at memory banks.
 
-    Assigned, JAX 0.12 refuses such an array, and JAX 0.11 takes it.
+    JAX 0.12 refuses to assign such an array; JAX 0.11 assigns any.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)

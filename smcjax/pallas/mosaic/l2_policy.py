@@ -95,17 +95,16 @@ def _exchange_after_lowering() -> None:
 def _replace(operation: ir.Operation, policy: str) -> None:
     """Puts an instruction with a policy in the place of a copy."""
     copy: Any = operation.opview
+    if operation.name == TEXT:
+        predicate, target, descriptor, barrier, *coordinates = copy.operands
+        ends = [target, barrier]
+    else:
+        predicate, descriptor, coordinates = copy.predicate, copy.tmaDescriptor, copy.coordinates
+        ends = [copy.srcMem] if operation.name == STORE else [copy.dstMem, copy.mbar]
     if operation.name == STORE:
         name, where = "global.shared::cta.tile.bulk_group", "[$2, {at}], [$3]"
-        predicate, descriptor, ends, coordinates = copy.predicate, copy.tmaDescriptor, [copy.srcMem], copy.coordinates
     else:
         name, where = "shared::cluster.global.tile.mbarrier::complete_tx::bytes", "[$3], [$2, {at}], [$4]"
-        if operation.name == LOAD:
-            ends = [copy.dstMem, copy.mbar]
-            predicate, descriptor, coordinates = copy.predicate, copy.tmaDescriptor, copy.coordinates
-        else:
-            predicate, target, descriptor, barrier, *coordinates = copy.operands
-            ends = [target, barrier]
     hint, first = mu.c(_POLICIES[policy], i64()), 3 + len(ends)
     at = ", ".join(f"${first + i}" for i in range(len(coordinates)))
     llvm.inline_asm(

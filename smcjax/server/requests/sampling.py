@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ValidationError
-
 from smcjax.checks import short
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.server.errors import APIError
@@ -97,13 +95,13 @@ def _forms(ask: Ask) -> dict[str, Any]:
 def by_own_field(error: Exception, ask: Ask) -> Exception:
     """The error of a request, in the names of the fields that the client sent: of a form and of the longest answer."""
     said = str(error)
-    if not isinstance(error, ValueError) or isinstance(error, ValidationError):
+    if not isinstance(error, ValueError):
         return error
     if said.startswith("response_format"):
         said = next(iter(_forms(ask)), "response_format") + said.removeprefix("response_format")
     if isinstance(ask, ChatAsk) and ask.max_completion_tokens is not None:
         said = re.sub(r"\bmax_tokens\b", "max_completion_tokens", said)
-    return ValueError(said)
+    return error if said == str(error) else ValueError(said)
 
 
 def _parsed(schema: Any, field: str) -> Any:
